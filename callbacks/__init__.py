@@ -1,0 +1,8 @@
+"""Lightning callbacks of recast_lightning."""
+
+from .image_writer import ImageWriter
+from .progress import RecastProgressBar
+from .renyi_profiler import RenyiProfilerCallback
+from .run_report import RunReport
+
+__all__ = ["ImageWriter", "RecastProgressBar", "RenyiProfilerCallback", "RunReport"]

@@ -1,0 +1,53 @@
+"""Writes the pictures of `recast predict`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from recast_lightning.callbacks.run_report import _to_pil
+from recast_lightning.module import RecastModule
+from recast_lightning.trainer import run_folder
+
+
+class ImageWriter(BasePredictionWriter):
+    """Writes each picture as `<index>.png`, and prompts and scores as `metadata.jsonl` (a proposals folder, too).
+
+    Args:
+        path: folder for the pictures; default `predictions/` in the run folder.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        self.path = Path(path) if path else None
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch."""
+        assert isinstance(pl_module, RecastModule)
+        folder = self.path or (run_folder(trainer) or Path()) / "predictions"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "metadata.jsonl").open("w" if batch_idx == 0 else "a", encoding="utf-8") as file:
+            for i, index in enumerate(prediction["index"]):
+                _to_pil(prediction["images"][i]).save(folder / f"{index:05d}.png")
+                values = prediction["scores"][i].tolist()
+                scores = {
+                    name: None if math.isnan(value) else value
+                    for name, value in zip(pl_module.reward_models, values, strict=True)
+                }
+                row = {"file_name": f"{index:05d}.png", "prompt": prediction["texts"][i], "scores": scores}
+                file.write(json.dumps(row) + "\n")

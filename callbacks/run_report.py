@@ -1,0 +1,119 @@
+"""Keeps a run's evaluations, rollouts and pictures in its folder, and writes report.html from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recast_lightning.module import RecastModule
+from recast_lightning.report import write_report
+from recast_lightning.trainer import run_folder
+
+
+class RunReport(L.Callback):
+    """Records every evaluation, the base policy's first, and ends `fit` with a self-contained `report.html`.
+
+    The base policy is evaluated by Lightning's sanity check: set `trainer.num_sanity_val_steps` to -1.
+
+    Args:
+        num_images: evaluation pictures to keep each time.
+    """
+
+    def __init__(self, num_images: int = 16) -> None:
+        self.num_images = num_images
+        self.report: Path | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start afresh."""
+        self._rows = []
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep this process's scores and first pictures."""
+        for i, index in enumerate(outputs["index"]):
+            if outputs["real"][i]:
+                picture = outputs["images"][i] if index < self.num_images else None
+                self._rows.append({"index": index, "scores": outputs["scores"][i], "picture": picture})
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write one line of `evaluation.jsonl` and the pictures."""
+        assert isinstance(pl_module, RecastModule)
+        gathered: list[Any] = [None] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(gathered, self._rows)
+        else:
+            gathered = [self._rows]
+        folder = run_folder(trainer)
+        if not trainer.is_global_zero or folder is None or trainer.state.fn != "fit":
+            return
+        rows = sorted((row for part in gathered for row in part), key=lambda row: row["index"])
+        done = 0 if trainer.sanity_checking else trainer.current_epoch + 1
+        record = _summarise(rows, list(pl_module.reward_models))
+        record |= {"rollout": done, "stage": pl_module.stage.name if done else "", "count": len(rows)}
+        _append(folder / "evaluation.jsonl", record)
+        _save_pictures(folder / "images" / f"rollout-{done:04d}", rows)
+        texts = [p.text for p in pl_module.data.prompts["validation"][: self.num_images]]
+        (folder / "images" / "prompts.json").write_text(json.dumps(texts, indent=1))
+        for logger in trainer.loggers:
+            if trainer.sanity_checking:
+                logger.log_metrics({f"val/{k}": v for k, v in record["metrics"].items()}, step=0)
+            if hasattr(logger, "log_image"):
+                pictures = [row["picture"] for row in rows if row["picture"] is not None]
+                logger.log_image("val/images", [_to_pil(p) for p in pictures], caption=texts, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write one line of `rollouts.jsonl`."""
+        assert isinstance(pl_module, RecastModule)
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and folder is not None:
+            train = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")}
+            record = {"rollout": trainer.current_epoch + 1, "stage": pl_module.stage.name}
+            record["metrics"] = pl_module.rollout_metrics | train
+            _append(folder / "rollouts.jsonl", record)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the trained adapter for diffusers, and the report."""
+        assert isinstance(pl_module, RecastModule)
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and folder is not None:
+            pl_module.policy.save_lora(folder / "lora")
+            self.report = write_report(folder)
+
+
+def _summarise(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    scores = torch.stack([row["scores"] for row in rows]).double()
+    metrics, stderr, failed, kept = {}, {}, {}, {}
+    for name, column in zip(names, scores.T, strict=True):
+        valid = column[column.isfinite()]
+        metrics[name] = valid.mean().item()
+        stderr[name] = (valid.std() / max(len(valid), 1) ** 0.5).item()
+        failed[name] = len(column) - len(valid)
+        kept[name] = [round(value, 5) if math.isfinite(value) else None for value in column.tolist()]
+    return {"metrics": metrics, "stderr": stderr, "failed": failed, "scores": kept}
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _to_pil(picture: Tensor) -> Image.Image:
+    return Image.fromarray((picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy().astype(np.uint8))
+
+
+def _save_pictures(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        if row["picture"] is not None:
+            _to_pil(row["picture"]).save(folder / f"{row['index']:03d}.png")

@@ -1,0 +1,29 @@
+"""The method, in pure tensor code: measure when each reward tells good from bad, then spend its budget there.
+
+`estimate_profile` -> `Profile` (curves) -> `normalized_gains` -> `sinkhorn_projection` -> `CreditMatrix` (W).
+"""
+
+from recast_lightning.credit.estimate import estimate_profile, profile_cost
+from recast_lightning.credit.gains import (
+    monotone_divergence,
+    monotone_gains,
+    normalized_gains,
+    renyi_divergence,
+    shrunk_gains,
+)
+from recast_lightning.credit.matrix import CreditMatrix
+from recast_lightning.credit.profile import Profile
+from recast_lightning.credit.sinkhorn import sinkhorn_projection
+
+__all__ = [
+    "CreditMatrix",
+    "Profile",
+    "estimate_profile",
+    "monotone_divergence",
+    "monotone_gains",
+    "normalized_gains",
+    "profile_cost",
+    "renyi_divergence",
+    "shrunk_gains",
+    "sinkhorn_projection",
+]

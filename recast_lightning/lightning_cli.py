@@ -1,0 +1,118 @@
+"""LightningCLI with this project's model, data and callbacks, and errors of one sentence."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import WandbLogger
+
+from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
+from recast_lightning.callbacks import RenyiProfilerCallback, RunReport
+from recast_lightning.cli import EPILOG, _checked, fail
+from recast_lightning.data import PromptDataModule
+from recast_lightning.errors import UserError
+from recast_lightning.module import RecastModule
+
+
+class RecastParser(LightningArgumentParser):
+    """A parser whose errors are the sentence, without the page of usage before it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Leave with the sentence and exit code 2."""
+        fail(" ".join(message.split()))
+
+
+class RecastCLI(LightningCLI):
+    """`recast fit | validate | test | predict`."""
+
+    model: RecastModule
+    datamodule: PromptDataModule
+
+    @classmethod
+    def run(cls, args: list[str] | None) -> None:
+        """Parse and run; the last line of a fit is the path of its report."""
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        known = (
+            "does not have many workers",
+            "in eval mode at the start",
+            "index_reduce",
+            "all_gather is deprecated",
+            "LeafSpec",
+            "Already found a `peft_config`",
+            "has `__len__` defined",
+            "overridden `transfer_batch_to_device`",
+        )
+        for noise in known:
+            warnings.filterwarnings("ignore", f".*{noise}.*")
+        try:
+            cls._build(args)
+        except UserError as error:
+            fail(str(error))
+
+    @classmethod
+    def _build(cls, args: list[str] | None) -> None:
+        cls(
+            RecastModule,
+            PromptDataModule,
+            save_config_callback=SaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=False,
+            trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
+            auto_configure_optimizers=False,
+            parser_kwargs={"epilog": EPILOG},
+            args=args,
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Use `RecastParser`."""
+        kwargs.setdefault("dump_header", None)
+        parser = RecastParser(**kwargs)
+        parser.add_argument("-c", "--config", action="config", help="Path of a YAML file with any of the options.")
+        return parser
+
+    def before_instantiate_classes(self) -> None:
+        """`max_epochs` follows from the stages unless it is given."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        total = sum(stage["rollouts"] for stage in config.model.stages)
+        if config.trainer.max_epochs is None:
+            config.trainer.max_epochs = total
+        elif config.trainer.max_epochs > total:
+            fail(
+                f"trainer.max_epochs is {config.trainer.max_epochs}, but the stages have only {total} rollouts together."
+            )
+
+    def instantiate_classes(self) -> None:
+        """Build everything (nothing is loaded yet), then check it."""
+        _checked(super().instantiate_classes)
+
+        def check() -> None:
+            checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
+            if checkpoint not in (None, "last", "best", "hpc", "registry") and not Path(checkpoint).is_file():
+                raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a .ckpt file, or last.")
+            self.model.validate_config(self.datamodule, self.trainer.world_size)
+            profilers = [c for c in self.trainer.callbacks if isinstance(c, RenyiProfilerCallback)]  # type: ignore[attr-defined]
+            for profiler in profilers:
+                profiler.validate_config(self.model)
+            waiting = [stage.name for stage in self.model.stages if stage.credit != "static"]
+            if self.subcommand == "fit" and waiting and not profilers:
+                raise ValueError(
+                    f"Stage {waiting[0]!r} needs a profile: add RenyiProfilerCallback to trainer.callbacks."
+                )
+
+        _checked(check)
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as the user gave it: a checkpoint does not override it."""
+
+    def after_fit(self) -> None:
+        """Close W&B quietly and name the report."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.experiment.finish()
+        reports = [c.report for c in self.trainer.callbacks if isinstance(c, RunReport) and c.report]  # type: ignore[attr-defined]
+        if self.trainer.is_global_zero and reports:
+            print(f"Report: {reports[0]}")

@@ -1,0 +1,368 @@
+"""DiffusionNFT with credit in time, as a LightningModule. One epoch is one rollout.
+
+Shape legend: N samples on this process, M over all processes, R rewards, T levels, B micro-batch, C H W latents.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from recast_lightning.credit import CreditMatrix
+from recast_lightning.data import PromptDataModule
+from recast_lightning.errors import UserError
+from recast_lightning.flow import noise_to
+from recast_lightning.objective import group_advantages, nft_terms, old_policy_decay, optimality_probability
+from recast_lightning.policy import Adapter, Policy
+from recast_lightning.prompts import Prompt
+from recast_lightning.rewards import RewardModel
+from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples
+from recast_lightning.seeds import generator
+from recast_lightning.seeds import noise as keyed_noise
+from recast_lightning.stages import Stage, check_stages, stage_index
+from recast_lightning.trainer import progress_of
+
+
+class RecastModule(L.LightningModule):
+    """Trains a policy on several rewards whose weights differ by noise level.
+
+    Args:
+        policy: the text-to-image policy.
+        rewards: name → reward model; all are evaluated, those with a budget are trained on.
+        stages: what is trained on, in order.
+        rollout_batch_size: images sampled at once.
+        micro_batch_size: images in one training step; must divide the images of a rollout on each process.
+        beta: β of DiffusionNFT.
+        kl_weight: weight of mean (v_θ − v_ref)²; 0 spares the reference's forward.
+        advantage_clip: c of DiffusionNFT.
+        advantage_std: `level` (all samples of a level, as published) or `group`.
+        learning_rate: of AdamW.
+        weight_decay: of AdamW.
+        ema_decay: per optimizer step, of the adapter that is evaluated.
+        old_rate: growth of the old policy's decay η per rollout.
+        old_flat: rollouts during which η is 0 (the old policy is the trained one).
+        old_maximum: largest η.
+        seed: keys everything random in training.
+    """
+
+    strict_loading = False  # checkpoints hold the adapters only
+
+    def __init__(
+        self,
+        policy: Policy,
+        rewards: dict[str, RewardModel],
+        stages: list[Stage],
+        rollout_batch_size: int = 48,
+        micro_batch_size: int = 24,
+        beta: float = 0.1,
+        kl_weight: float = 1e-4,
+        advantage_clip: float = 5.0,
+        advantage_std: Literal["level", "group"] = "level",
+        learning_rate: float = 3e-4,
+        weight_decay: float = 1e-4,
+        ema_decay: float = 0.9,
+        old_rate: float = 0.001,
+        old_flat: int = 0,
+        old_maximum: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_stages(stages, rewards)
+        for name in rewards:
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
+        self.policy = policy
+        self.reward_models = rewards
+        self.stages = stages
+        self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
+        self.beta, self.kl_weight = beta, kl_weight
+        self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
+        self.learning_rate, self.weight_decay, self.ema_decay = learning_rate, weight_decay, ema_decay
+        self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
+        self.seed = seed
+        self.synced_rollout = 0  # the rollout that the old policy was last updated for
+        self.credit: CreditMatrix | None = None
+        self.credit_stage = -1
+        self.rollout_metrics: dict[str, float] = {}
+        self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
+
+    # Configuration -----------------------------------------------------------------------------------------------
+
+    def validate_config(self, data: PromptDataModule, world_size: int = 1) -> None:
+        """Check everything that can be checked without loading a model.
+
+        Raises:
+            ValueError: naming the first thing that is wrong.
+        """
+        check_sizes(data.prompts_per_rollout, data.group_size, self.micro_batch_size, world_size)
+        self.policy.validate()
+        for model in self.reward_models.values():
+            model.validate()
+        data.load(ocr=any("ocr" in model.needs for model in self.reward_models.values()))
+        for model in self.reward_models.values():
+            for prompts in data.prompts.values():
+                model.check_prompts(prompts)
+
+    @property
+    def data(self) -> PromptDataModule:
+        """The data module of the run."""
+        data: PromptDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return data
+
+    def setup(self, stage: str) -> None:
+        """Check the configuration once more, for runs that do not come through the command line."""
+        self.validate_config(self.data, self.trainer.world_size)
+
+    def configure_model(self) -> None:
+        """Load the policy (once)."""
+        self.policy.load(self.seed)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW on the trained adapter."""
+        parameters = self.policy.adapter_parameters("default")
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+    # Stages and credit -------------------------------------------------------------------------------------------
+
+    @property
+    def stage_index(self) -> int:
+        """Index of the stage of the current rollout."""
+        return stage_index(self.stages, self.current_epoch)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the current rollout."""
+        return self.stages[self.stage_index]
+
+    def set_credit(self, credit: CreditMatrix) -> None:
+        """Use W for the current stage."""
+        if credit.rewards != list(self.stage.budgets) or credit.weights.shape[1] != self.policy.num_steps:
+            raise ValueError(
+                f"W is for {', '.join(credit.rewards)} at {credit.weights.shape[1]} levels, but stage {self.stage.name!r} "
+                f"trains {', '.join(self.stage.budgets)} at {self.policy.num_steps}."
+            )
+        self.credit, self.credit_stage = credit, self.stage_index
+
+    def current_credit(self) -> CreditMatrix:
+        """W of the current stage; a static one needs no profile."""
+        if self.credit_stage != self.stage_index:
+            if self.stage.credit != "static":
+                raise RuntimeError(
+                    f"Stage {self.stage.name!r} has no W yet: add RenyiProfilerCallback to trainer.callbacks."
+                )
+            flat = torch.ones(len(self.stage.budgets), self.policy.num_steps)
+            self.set_credit(CreditMatrix.from_gains(flat, self.stage.budgets, "static", sigmas=self.policy.sigmas))
+        assert self.credit is not None
+        return self.credit
+
+    # Rollout -----------------------------------------------------------------------------------------------------
+
+    @property
+    def items_per_rollout(self) -> int:
+        """Training steps in an epoch of this process: micro-batches × levels."""
+        samples = self.data.prompts_per_rollout // self.trainer.world_size * self.data.group_size
+        return samples // self.micro_batch_size * self.policy.num_steps
+
+    def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
+        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
+        columns = [self.reward_models[name].to(self.device)(images, prompts) for name in names]
+        return torch.stack(columns, 1)
+
+    def draw(self, keys: Sequence[tuple[str | int, ...]], prompts: Sequence[Prompt], adapter: Adapter | None) -> Tensor:
+        """Latents x_0 [B, C, H, W] of prompts, from noise keyed by `keys`."""
+        noise = keyed_noise(self.policy.latent_shape, keys).to(self.device)
+        with self.trainer.precision_plugin.forward_context():
+            return self.policy.sample(noise, self.policy.encode_prompts([p.text for p in prompts]), adapter)
+
+    @torch.no_grad()
+    def collect(self, rollout: int) -> RolloutBuffer:
+        """Draw and score a rollout with the old policy, and turn scores into r at each level."""
+        self._update_old(rollout)
+        credit, rank, world = self.current_credit(), self.trainer.global_rank, self.trainer.world_size
+        planned = self.data.rollout_prompts(rollout, self.seed)
+        samples = plan_samples(planned, self.data.group_size, rank, world, self.seed, rollout)
+        prompts = [self.data.prompts["train"][s.prompt] for s in samples]
+        latents, scores, started = [], [], time.perf_counter()
+        with progress_of(self.trainer, f"rollout {rollout + 1}: sampling", len(samples)) as advance:
+            for start in range(0, len(samples), self.rollout_batch_size):
+                chunk = slice(start, start + self.rollout_batch_size)
+                keys = [(self.seed, "rollout", rollout, s.group, s.image) for s in samples[chunk]]
+                x0 = self.draw(keys, prompts[chunk], "old")
+                scores.append(self.score(self.policy.decode(x0), prompts[chunk], credit.rewards))
+                latents.append(x0.cpu())
+                advance(len(keys))
+        seconds = time.perf_counter() - started
+        rewards = torch.cat(scores)
+        optimality = self._optimality(rewards, samples, credit, rollout)
+        self._log_rollout({"rollout/images_per_second": len(samples) * world / seconds, "rollout/seconds": seconds})
+        return RolloutBuffer(samples, torch.cat(latents), [p.text for p in prompts], optimality)
+
+    def _update_old(self, rollout: int) -> None:
+        """θ_old ← η θ_old + (1 − η) θ, once a rollout; behind a saved counter, so a resumed epoch does not repeat it."""
+        if rollout > self.synced_rollout:
+            eta = old_policy_decay(rollout, rate=self.old_rate, flat=self.old_flat, maximum=self.old_maximum)
+            self.policy.blend("old", "default", keep=eta)
+            self.synced_rollout = rollout
+
+    def _optimality(self, rewards: Tensor, samples: list[Sample], credit: CreditMatrix, rollout: int) -> Tensor:
+        """R [N, T] of this process's rewards [N, R]; group and level statistics are over all processes."""
+        own = torch.cat([rewards, torch.tensor([[float(s.group)] for s in samples])], 1).to(self.device)
+        gathered: Any = self.all_gather(own)
+        everyone = gathered.reshape(-1, own.shape[1]).cpu()
+        rewards, groups = everyone[:, :-1], everyone[:, -1].long()
+        level_rewards = rewards.double() @ credit.level_weights
+        advantages = group_advantages(level_rewards, groups, std=self.advantage_std)
+        r = optimality_probability(advantages, self.advantage_clip).float()
+        self._log_rewards(credit, rewards, advantages, r, rollout)
+        mine = slice(self.trainer.global_rank * len(samples), (self.trainer.global_rank + 1) * len(samples))
+        return r[mine]
+
+    def _log_rewards(self, credit: CreditMatrix, rewards: Tensor, advantages: Tensor, r: Tensor, rollout: int) -> None:
+        metrics = {"rollout": float(rollout), "stage": float(self.stage_index)}
+        for name, column in zip(credit.rewards, rewards.T, strict=True):
+            valid = column[column.isfinite()]
+            metrics[f"reward/{name}/mean"] = valid.mean().item()
+            metrics[f"reward/{name}/std"] = valid.std().item()
+            metrics[f"reward/{name}/failed"] = float(len(column) - len(valid))
+        finite = r[r.isfinite()]
+        metrics |= {"r/mean": finite.mean().item(), "r/std": finite.std().item()}
+        metrics["r/clipped_share"] = ((finite == 0) | (finite == 1)).float().mean().item()
+        metrics["advantage/dead_share"] = (advantages == 0).float().mean().item()
+        self.rollout_metrics = metrics
+
+    def _log_rollout(self, metrics: dict[str, float]) -> None:
+        self.rollout_metrics |= metrics
+        for logger in self.trainer.loggers:
+            logger.log_metrics(self.rollout_metrics, step=self.global_step)
+
+    def train_item(self, buffer: RolloutBuffer, rollout: int, place: int) -> TrainItem:
+        """Item `place` of an epoch: micro-batches in order, each at all levels in an order of its own."""
+        batch, turn = divmod(place, self.policy.num_steps)
+        order = torch.randperm(self.policy.num_steps, generator=generator(self.seed, "levels", rollout, batch))
+        level = int(order[turn]) + 1
+        rows = slice(batch * self.micro_batch_size, (batch + 1) * self.micro_batch_size)
+        keys = [(self.seed, "train", rollout, level, s.group, s.image) for s in buffer.samples[rows]]
+        noise = keyed_noise(self.policy.latent_shape, keys)
+        return TrainItem(buffer.latents[rows], noise, level, buffer.texts[rows], buffer.optimality[rows, level - 1])
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Items move themselves: they are not plain collections of tensors."""
+        return batch.to(device) if isinstance(batch, TrainItem) else batch
+
+    # Training ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, item: TrainItem, batch_idx: int) -> Tensor:
+        """The DiffusionNFT loss of one micro-batch at one level."""
+        x0, valid = item.latents, item.optimality.isfinite()
+        sigma = self.policy.sigmas[item.level].to(x0).expand(len(x0))
+        x_sigma, condition = noise_to(x0, item.noise, sigma), self.policy.encode_prompts(item.texts)
+        with self.policy.adapter("old"):
+            velocity_old = self.policy(x_sigma, sigma, condition)
+        velocity_reference = None
+        if self.kl_weight:
+            with self.policy.adapter(None):
+                velocity_reference = self.policy(x_sigma, sigma, condition)
+        velocity = self.policy(x_sigma, sigma, condition)
+        r = item.optimality.nan_to_num(0.5)
+        terms = nft_terms(
+            velocity, velocity_old, x_sigma, x0, sigma, r, beta=self.beta, advantage_clip=self.advantage_clip
+        )
+        kl = torch.zeros_like(terms.loss)
+        if velocity_reference is not None:
+            kl = (velocity - velocity_reference).square().flatten(1).mean(1)
+        share = valid.float() / len(x0)
+        loss = ((terms.loss + self.kl_weight * kl) * share).sum()
+        self._log_step(
+            loss=loss,
+            positive=(terms.positive * share).sum(),
+            negative=(terms.negative * share).sum(),
+            kl=kl.mean(),
+            old_deviation=(velocity - velocity_old).square().mean(),
+            x0_norm=x0.square().mean().sqrt(),
+        )
+        return loss
+
+    def _log_step(self, **values: Tensor) -> None:
+        self.log_dict({f"train/{k}": v.detach() for k, v in values.items()}, on_step=False, on_epoch=True, sync_dist=True,
+                      batch_size=self.micro_batch_size)  # fmt: skip
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the gradient's norm."""
+        norms = [p.grad.norm() for p in self.policy.adapter_parameters("default") if p.grad is not None]
+        self.log(
+            "train/grad_norm", torch.stack(norms).norm(), on_epoch=True, on_step=False, sync_dist=True, batch_size=1
+        )
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, then let the evaluated adapter follow."""
+        super().optimizer_step(*args, **kwargs)
+        self.policy.blend("ema", "default", keep=self.ema_decay)
+
+    # Evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Draw and score evaluation prompts with the averaged policy.
+
+        The noise is keyed by a prompt's text and how often it came before, so every method, seed and world size starts
+        from the same noise.
+        """
+        keys = [("evaluation", p.text, o) for p, o in zip(batch["prompts"], batch["occurrence"], strict=True)]
+        images = self.policy.decode(self.draw(keys, batch["prompts"], "ema"))
+        scores = self.score(images, batch["prompts"], list(self.reward_models))
+        texts = [p.text for p in batch["prompts"]]
+        return {
+            "index": batch["index"],
+            "real": batch["real"],
+            "texts": texts,
+            "images": images.cpu(),
+            "scores": scores,
+        }
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Evaluate; the means of all rewards become `val/<name>`."""
+        return self._evaluation_step(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """As validation, under `test/<name>`."""
+        return self._evaluation_step(batch, "test")
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Images and scores."""
+        return self.evaluate_batch(batch)
+
+    def _evaluation_step(self, batch: dict[str, Any], prefix: str) -> dict[str, Any]:
+        result = self.evaluate_batch(batch)
+        real = torch.tensor(result["real"])
+        for name, column in zip(self.reward_models, result["scores"].T, strict=True):
+            metric = self.evaluation_means[name]
+            metric.update(column[real].to(self.device))  # type: ignore[operator]
+            self.log(f"{prefix}/{name}", metric, on_epoch=True, batch_size=len(real))  # type: ignore[arg-type]
+        return result
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the adapters, W and the counter; the base stays where it came from."""
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if ".lora_" in k}
+        checkpoint["recast"] = {"synced_rollout": self.synced_rollout, "credit_stage": self.credit_stage}
+        if self.credit is not None:
+            checkpoint["recast"]["credit"] = dict(vars(self.credit))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
+        own = {k for k in self.state_dict() if ".lora_" in k}
+        if own != set(checkpoint["state_dict"]):
+            raise UserError(
+                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank {self.policy.lora_rank}: "
+                f"{len(own & set(checkpoint['state_dict']))} of {len(own)} weights match by name."
+            )
+        state = checkpoint["recast"]
+        self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]
+        self.credit = CreditMatrix(**state["credit"]) if "credit" in state else None

@@ -1,0 +1,148 @@
+"""DiffusionNFT (Zheng et al. 2025, arXiv 2509.16117) as pure functions: rewards to advantages to a loss per sample.
+
+Shape legend: B batch, N samples of a rollout, T noise levels; ``...`` is any data shape.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast_lightning.flow import velocity_to_x0
+
+
+class NFTTerms(NamedTuple):
+    """The parts of the loss, each [B]."""
+
+    positive: Tensor
+    """l+, the error of the implicit positive policy."""
+    negative: Tensor
+    """l-, the error of the implicit negative policy."""
+    loss: Tensor
+    """c (r l+ + (1 - r) l-) / beta."""
+
+
+def nft_terms(
+    velocity: Tensor,
+    velocity_old: Tensor,
+    x_sigma: Tensor,
+    x0: Tensor,
+    sigma: Tensor,
+    r: Tensor,
+    *,
+    beta: float,
+    advantage_clip: float,
+) -> NFTTerms:
+    """Forward-process policy loss and its two halves (DiffusionNFT, Sec. 3).
+
+    v+ = (1 - beta) v_old + beta v and v- = (1 + beta) v_old - beta v point to x0_hat+-, whose error is self-normalised,
+
+        l+- = mean((x0_hat+- - x0)^2) / sg(max(mean|x0_hat+- - x0|, 1e-5)),      loss = c (r l+ + (1 - r) l-) / beta.
+
+    Args:
+        velocity: v of the policy in training, [B, ...]; gradients flow through it only.
+        velocity_old: v of the policy that drew the samples, [B, ...].
+        x_sigma: Noised samples, [B, ...].
+        x0: The samples, [B, ...].
+        sigma: Level of each sample, [B].
+        r: Optimality probability in [0, 1], [B].
+        beta: Strength of the guidance, > 0.
+        advantage_clip: c, the clip of the advantages that r was made from.
+
+    Returns:
+        `NFTTerms`, computed in float32 or wider.
+    """
+    dtype = torch.promote_types(x0.dtype, torch.float32)
+    v, v_old, x_sigma, x0, sigma, r = (y.to(dtype) for y in (velocity, velocity_old.detach(), x_sigma, x0, sigma, r))
+
+    def error(v_implicit: Tensor) -> Tensor:
+        difference = (velocity_to_x0(x_sigma, v_implicit, sigma) - x0).flatten(1)
+        scale = difference.detach().abs().mean(1).clamp(min=1e-5)
+        return difference.square().mean(1) / scale
+
+    positive = error((1 - beta) * v_old + beta * v)
+    negative = error((1 + beta) * v_old - beta * v)
+    return NFTTerms(positive, negative, advantage_clip * (r * positive + (1 - r) * negative) / beta)
+
+
+def nft_loss(
+    velocity: Tensor,
+    velocity_old: Tensor,
+    x_sigma: Tensor,
+    x0: Tensor,
+    sigma: Tensor,
+    r: Tensor,
+    *,
+    beta: float,
+    advantage_clip: float,
+) -> Tensor:
+    """Loss per sample, [B]: the ``loss`` of `nft_terms`, which documents the arguments."""
+    return nft_terms(velocity, velocity_old, x_sigma, x0, sigma, r, beta=beta, advantage_clip=advantage_clip).loss
+
+
+def group_advantages(
+    rewards: Tensor, groups: Tensor, *, std: Literal["level", "group"] = "level", eps: float = 1e-4
+) -> Tensor:
+    """Advantages A = (reward - group mean) / (std + eps), at each noise level on its own.
+
+    A group of equal rewards gets exactly 0, whatever the constant: everything is measured from the group's smallest
+    reward. Rewards that are not finite are left out of mean and std and get NaN, for the caller to drop.
+
+    Args:
+        rewards: [N] or [N, T] (one reward a level).
+        groups: Which prompt each sample answers, [N]; any integers.
+        std: ``level`` for the (population) std over all samples of a level, ``group`` for that of the sample's group.
+        eps: Added to the std.
+
+    Returns:
+        Advantages in the shape of ``rewards``, in float32 or wider.
+    """
+    if std not in ("level", "group"):
+        raise ValueError(f"std must be 'level' or 'group', got {std!r}.")
+    if groups.shape != rewards.shape[:1]:
+        raise ValueError(f"groups must be [{len(rewards)}], one id a reward, got {list(groups.shape)}.")
+    valid = rewards.isfinite()
+    member = torch.unique(groups, return_inverse=True)[1]
+    centred = _centre(rewards.double(), valid, member)
+    deviation = centred if std == "group" else _centre(rewards.double(), valid, torch.zeros_like(member))
+    scale = _group_mean(deviation.square(), valid, member if std == "group" else torch.zeros_like(member)).sqrt()
+    advantages = torch.where(scale > 0, centred / (scale + eps), 0.0).where(valid, torch.nan)
+    return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
+def _group_mean(values: Tensor, valid: Tensor, member: Tensor) -> Tensor:
+    """Mean of the valid values of each sample's group, laid out per sample, [N, ...]."""
+    shape = (int(member.max()) + 1, *values.shape[1:])
+    total = values.new_zeros(shape).index_add(0, member, values.where(valid, 0.0))
+    count = values.new_zeros(shape).index_add(0, member, valid.to(values.dtype))
+    return (total / count.clamp(min=1))[member]
+
+
+def _centre(values: Tensor, valid: Tensor, member: Tensor) -> Tensor:
+    """Values less their group mean; measured from the group minimum, so that equal values give exactly 0."""
+    shape = (int(member.max()) + 1, *values.shape[1:])
+    lowest = values.new_full(shape, torch.inf).index_reduce(0, member, values.where(valid, torch.inf), "amin")[member]
+    shifted = (values - lowest).where(valid, 0.0)
+    return shifted - _group_mean(shifted, valid, member)
+
+
+def optimality_probability(advantages: Tensor, clip: float) -> Tensor:
+    """Optimality probability r = clip(A / c, -1, 1) / 2 + 1 / 2 (DiffusionNFT, Sec. 3: optimality reward).
+
+    Args:
+        advantages: A, any shape.
+        clip: c > 0.
+    """
+    return (advantages / clip).clamp(-1, 1) / 2 + 0.5
+
+
+def old_policy_decay(step: int, *, rate: float, flat: int, maximum: float) -> float:
+    """Decay eta = min(rate * max(step - flat, 0), maximum) of theta_old <- eta theta_old + (1 - eta) theta.
+
+    Args:
+        step: Rollouts done.
+        rate: Growth a rollout.
+        flat: Rollouts during which the old policy is replaced outright.
+        maximum: Ceiling, < 1.
+    """
+    return min(rate * max(step - flat, 0), maximum)

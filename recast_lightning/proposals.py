@@ -1,0 +1,96 @@
+"""Proposals: a strong generator's images of prompts, which stand in for the positive policies in a profile."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recast_lightning.prompts import Prompt
+
+
+class Proposals(ABC):
+    """A source of one good image for each prompt."""
+
+    def validate(self) -> None:  # noqa: B027 (nothing to check is a fine answer)
+        """Check, before any work, that the source is there.
+
+        Raises:
+            ValueError: if it is not.
+        """
+
+    @abstractmethod
+    def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
+        """Images [B, 3, height, width] in [0, 1].
+
+        Raises:
+            ValueError: naming the first prompt that the source has no image of.
+        """
+
+
+class RendererProposals(Proposals):
+    """Signboard's own renderer: the embedded stand-in for a strong generator.
+
+    Args:
+        seed: keys what a prompt leaves open (tint, sizes, jitter).
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
+        """See `Proposals.images`."""
+        from recast_lightning.signboard.world import draw, parse
+
+        return torch.stack([_to_tensor(draw(parse(p), self.seed), height, width) for p in prompts])
+
+
+class FolderProposals(Proposals):
+    """Pictures in a folder, listed in its `metadata.jsonl` as lines {"file_name": ..., "prompt": ...}.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def validate(self) -> None:
+        """See `Proposals.validate`."""
+        if not (self.path / "metadata.jsonl").is_file():
+            raise ValueError(
+                f"Proposals folder {str(self.path)!r} has no metadata.jsonl: it must list each picture as "
+                '{"file_name": "0.png", "prompt": "..."}.'
+            )
+
+    def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
+        """See `Proposals.images`."""
+        self.validate()
+        rows = [json.loads(line) for line in (self.path / "metadata.jsonl").read_text().splitlines() if line.strip()]
+        files = {row["prompt"]: row["file_name"] for row in rows}
+        missing = [p.text for p in prompts if p.text not in files]
+        if missing:
+            raise ValueError(
+                f"Proposals folder {str(self.path)!r} has no picture for {len(missing)} of {len(prompts)} prompts, "
+                f"first {missing[0]!r}."
+            )
+        pictures = (Image.open(self.path / files[p.text]).convert("RGB") for p in prompts)
+        return torch.stack([_to_tensor(picture, height, width) for picture in pictures])
+
+
+def _to_tensor(picture: Image.Image, height: int, width: int) -> Tensor:
+    """[3, height, width] in [0, 1]; larger or smaller pictures are scaled to cover, then cropped at the centre."""
+    if picture.size != (width, height):
+        scale = max(width / picture.width, height / picture.height)
+        picture = picture.resize(
+            (round(picture.width * scale), round(picture.height * scale)), Image.Resampling.LANCZOS
+        )
+        left, top = (picture.width - width) // 2, (picture.height - height) // 2
+        picture = picture.crop((left, top, left + width, top + height))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255

@@ -1,0 +1,169 @@
+"""The contract that every reward model keeps."""
+
+import importlib.util
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from recast_lightning.prompts import Prompt
+
+_log = logging.getLogger(__name__)
+
+_HOW_TO_SUPPLY = {
+    "ocr": 'read the prompts with ocr=True, or give the text to be drawn under the key "ocr" of a .jsonl file',
+    "include": 'use a .jsonl file in GenEval\'s format, for example {"prompt": ..., "tag": ..., "include": [...]}',
+}
+
+
+class RewardModel(nn.Module, ABC):
+    """Scores images against prompts; larger is better, and NaN means "could not be scored".
+
+    Constructors store plain values and are cheap. Weights are read by :meth:`load`, at the latest on the first score.
+    They are kept out of the module tree, so that they reach neither a checkpoint nor an optimiser, but they follow
+    ``.to(device)``.
+
+    Attributes:
+        name: The name under which configurations and logs know this reward.
+        needs: The metadata keys that every prompt must carry.
+        differentiable: Whether :meth:`score` passes gradients back to the images.
+        score_range: The smallest and the largest score possible.
+        failed: How many images could not be scored so far.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
+    differentiable: ClassVar[bool] = False
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = 0
+        self._device = torch.device("cpu")
+        self._loaded: Any = None
+        self._reported: set[str] = set()
+
+    @abstractmethod
+    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Score images [B, 3, H, W] (float32 in [0, 1]) against their prompts; returns [B], NaN where that fails."""
+
+    def positive(self, scores: Tensor) -> Tensor:
+        """Scores as weights of the positive policy, which must not be negative; a profile measures these.
+
+        The default changes nothing, and a profile refuses a score below 0: a signed reward overrides this with an increasing
+        map to non-negative numbers.
+        """
+        return scores
+
+    def validate(self) -> None:
+        """Check, without loading anything, that paths and packages are there.
+
+        Raises:
+            ValueError: If one is missing.
+        """
+
+    def _load(self) -> Any:
+        """Read the weights; :meth:`load` calls this once."""
+        return True
+
+    def load(self) -> Any:
+        """Return what scoring needs, reading it on the first call."""
+        if self._loaded is None:
+            self.validate()
+            with torch.inference_mode(False):  # weights made in inference mode could never pass gradients on
+                self._loaded = self._load()
+        return self._loaded
+
+    @torch.no_grad()
+    def forward(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Check the input, score it, and report what could not be scored.
+
+        Args:
+            images: [B, 3, H, W], float in [0, 1] or uint8 in 0...255, on any device.
+            prompts: One prompt an image.
+
+        Returns:
+            Scores [B], float32 on the CPU. NaN (never 0) stands for an image that could not be scored.
+
+        Raises:
+            ValueError: If shape, number, type or range of the input is wrong, or a prompt lacks metadata that is
+                needed.
+        """
+        images = _as_unit_float(images)
+        if len(prompts) != len(images):
+            raise ValueError(
+                f"{self.name} got {len(images)} images for {len(prompts)} prompts: give one prompt an image."
+            )
+        self.check_prompts(prompts)
+        if not len(images):
+            return torch.zeros(0)
+
+        broken = ~images.isfinite().flatten(1).all(1)
+        if broken.any():
+            self._report("the image holds NaN or infinite pixels")
+        scores = self.score(torch.where(broken[:, None, None, None], 0.0, images), prompts)
+        if scores.shape != (len(images),):
+            raise RuntimeError(
+                f"{type(self).__name__}.score returned shape {list(scores.shape)} for {len(images)} images."
+            )
+        scores = torch.where(broken, torch.nan, scores.to(broken.device, torch.float32)).cpu()
+        scores[scores.isinf()] = torch.nan
+        self.failed += int(scores.isnan().sum())
+        return scores
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Check that every prompt carries the metadata that this reward needs.
+
+        Raises:
+            ValueError: Naming the first prompt that does not.
+        """
+        for prompt in prompts:
+            for key in self.needs:
+                if not prompt.metadata.get(key):
+                    raise ValueError(
+                        f'{self.name} needs "{key}" in the metadata of each prompt, and {prompt.text!r} has none: '
+                        f"{_HOW_TO_SUPPLY[key]}."
+                    )
+
+    def _report(self, reason: str) -> None:
+        """Log why an image could not be scored, once for each reason."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            _log.warning("%s could not score an image: %s (NaN; said once)", self.name, reason)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RewardModel":
+        """Take note of the device in ``.to(device)``; the weights follow when they are used."""
+        self._device = fn(torch.empty(0, device=self._device)).device
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles travel without the weights and load them again."""
+        return {**self.__dict__, "_loaded": None}
+
+
+def _as_unit_float(images: Tensor) -> Tensor:
+    """Turn uint8 or float images [B, 3, H, W] into float32 in [0, 1]; what is not finite becomes NaN."""
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"Images have shape {list(images.shape)}: expected [B, 3, H, W].")
+    if images.dtype == torch.uint8:
+        return images.float() / 255
+    if not images.is_floating_point():
+        raise ValueError(f"Images have type {images.dtype}: expected a float type in [0, 1], or uint8.")
+    images = images.float()
+    finite = images[images.isfinite()]
+    if len(finite) and (finite.min() < -1e-3 or finite.max() > 1 + 1e-3):
+        raise ValueError(f"Images span [{finite.min():.3g}, {finite.max():.3g}]: expected floats in [0, 1], or uint8.")
+    return torch.where(images.isfinite(), images.clamp(0, 1), torch.nan)
+
+
+def require_package(name: str, user: str) -> None:
+    """Check that an optional package is installed, without importing it.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"{user} needs the package {name}, which is not installed: pip install {name}.")

@@ -1,0 +1,112 @@
+"""The whole job through the command line: what it leaves, that it resumes exactly, that two processes agree with one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from integration.tiny import ROOT, adapters, config, fit, newest_run
+
+from recast_lightning.cli import main
+from recast_lightning.credit import CreditMatrix, Profile
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One uninterrupted run."""
+    return fit(tmp_path_factory.mktemp("straight"))
+
+
+def test_a_run_leaves_profile_credit_evaluations_report_and_adapter(run):
+    profile = Profile.load(run / "stages/1-warmup/profile")
+    credit = CreditMatrix.load(run / "stages/1-warmup/credit")
+    assert profile.rewards == credit.rewards == ["clip", "hpsv2"]
+    assert profile.network_calls == 4 * 6
+    assert max(credit.residuals) < 1e-6
+    assert CreditMatrix.load(run / "stages/2-text/credit").level_weights.tolist() == [[1 / 3] * 3, [2 / 3] * 3]
+    evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [e["rollout"] for e in evaluations] == [0, 1, 2, 3]
+    assert all(set(e["metrics"]) == {"clip", "hpsv2", "pickscore", "ocr", "geneval"} for e in evaluations)
+    assert all(e["count"] == 5 for e in evaluations)
+    assert (run / "lora/pytorch_lora_weights.safetensors").is_file()
+    report = (run / "report.html").read_text()
+    assert "warmup" in report
+    assert "://" not in report.split("<details")[0]
+    for name in ("gain_curves", "normalized_gains", "weights"):
+        assert (run / f"stages/1-warmup/{name}.png").stat().st_size > 5000
+
+
+def test_training_moved_the_trained_adapter_and_the_old_one_followed(run):
+    weights = adapters(run / "checkpoints/last.ckpt")
+    default = {k: v for k, v in weights.items() if ".default." in k}
+    moved = [float((v - weights[k.replace(".default.", ".old.")]).abs().max()) for k, v in default.items()]
+    assert max(moved) > 0
+    assert max(float(v.abs().max()) for k, v in weights.items() if "lora_B.old" in k) > 0
+
+
+def test_a_checkpoint_holds_adapters_and_no_base(run):
+    assert all(".lora_" in key for key in adapters(run / "checkpoints/last.ckpt"))
+
+
+def test_the_log_has_every_term_that_one_debugs_with(run):
+    header = (run / "metrics.csv").read_text().splitlines()[0]
+    for name in (
+        "train/loss", "train/positive", "train/negative", "train/kl", "train/old_deviation", "train/grad_norm",
+        "train/x0_norm", "reward/clip/mean", "reward/clip/std", "r/mean", "r/std", "advantage/dead_share",
+        "rollout/images_per_second", "val/ocr",
+    ):  # fmt: skip
+        assert name in header
+
+
+@pytest.mark.parametrize("stop", ["between rollouts", "in a rollout"])
+def test_stop_and_resume_equals_going_on_bitwise(run, tmp_path, stop):
+    if stop == "between rollouts":
+        first = fit(tmp_path, "--trainer.max_epochs", "1")
+        checkpoint = first / "checkpoints/last.ckpt"
+    else:
+        checkpoint = next((run / "checkpoints").glob("*step=3.ckpt"))  # the second of four steps of rollout 1
+    resumed = fit(tmp_path, "--ckpt_path", str(checkpoint))
+    straight, again = adapters(run / "checkpoints/last.ckpt"), adapters(resumed / "checkpoints/last.ckpt")
+    assert straight.keys() == again.keys()
+    assert all(torch.equal(straight[k], again[k]) for k in straight)
+    last = [json.loads((r / "evaluation.jsonl").read_text().splitlines()[-1]) for r in (run, resumed)]
+    assert last[0] == last[1]
+
+
+def test_two_processes_give_the_single_process_adapter(run, tmp_path):
+    """Through gloo: same prompts, noise, statistics and steps; half the micro-batch on each."""
+    file = config(tmp_path, model__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "recast_lightning", "fit", "--config", str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    double = newest_run(tmp_path)
+    single_weights, double_weights = (adapters(r / "checkpoints/last.ckpt") for r in (run, double))
+    for key, value in single_weights.items():
+        torch.testing.assert_close(double_weights[key], value, atol=1e-5, rtol=0)
+    ours, theirs = ((r / "evaluation.jsonl").read_text().splitlines() for r in (run, double))
+    for a, b in zip(map(json.loads, ours), map(json.loads, theirs), strict=True):
+        assert a["count"] == b["count"] == 5
+        assert a["metrics"] == pytest.approx(b["metrics"], abs=1e-3)
+    assert done.stdout.strip().splitlines()[-1].startswith("Report: ")
+
+
+def test_validate_and_predict_use_a_checkpoint(run, tmp_path, capsys):
+    file = config(tmp_path)
+    checkpoint = str(run / "checkpoints/last.ckpt")
+    main(["validate", "--config", str(file), "--ckpt_path", checkpoint])
+    main(["predict", "--config", str(file), "--ckpt_path", checkpoint])
+    rows = [json.loads(x) for x in (newest_run(tmp_path) / "predictions/metadata.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    last = json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])
+    assert sum(row["scores"]["clip"] for row in rows) / 5 == pytest.approx(last["metrics"]["clip"], abs=1e-5)
+    assert (newest_run(tmp_path) / "predictions" / rows[0]["file_name"]).is_file()
+
+
+def test_a_checkpoint_of_another_rank_is_refused(run, tmp_path):
+    file = config(tmp_path, model__policy__init_args__lora_targets=["attn.to_q"])
+    with pytest.raises(SystemExit) as stop:
+        main(["validate", "--config", str(file), "--ckpt_path", str(run / "checkpoints/last.ckpt")])
+    assert stop.value.code == 2

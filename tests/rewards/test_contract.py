@@ -1,0 +1,229 @@
+"""What every reward model promises, checked on each of them."""
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_clip
+from helpers.pictures import sign
+from torch import nn
+
+from recast_lightning.prompts import Prompt
+from recast_lightning.rewards import OCR, ClipScore, GenEval, HPSv2, PickScore, RewardModel, SignboardDetector
+
+NAMES = ("clip_score", "hpsv2", "pickscore", "ocr", "ocr_lines", "geneval")
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    path = tmp_path_factory.mktemp("clip")
+    tiny_clip.save_transformers(path, quick_gelu=True)
+    return {
+        "clip_score": ClipScore(str(path)),
+        "hpsv2": HPSv2(str(path)),
+        "pickscore": PickScore(str(path)),
+        "ocr": OCR(min_side=128),
+        "ocr_lines": OCR(detect=False),
+        "geneval": GenEval(SignboardDetector()),
+    }
+
+
+@pytest.fixture(params=NAMES)
+def reward(request, rewards):
+    reward = rewards[request.param]
+    reward.failed = 0
+    reward._reported.clear()
+    return reward
+
+
+def prompt(shape, color, count, word):
+    include = [{"class": shape, "count": count, "color": color}]
+    metadata = {"tag": "colors", "include": include, "ocr": word, "text_region": [0, 0.5, 1, 1]}
+    return Prompt(f'a sign with {count} {color} {shape} and "{word.lower()}"', metadata)
+
+
+IMAGES = torch.stack(
+    [
+        sign([("circle", "red", 20, 15, 18)], "KAT"),
+        sign([("star", "blue", 20, 15, 18), ("star", "blue", 44, 15, 18)], "NOT"),
+        sign([("square", "green", 20, 15, 18), ("square", "blue", 44, 15, 18)], "VEN"),
+        sign([]),
+    ]
+)
+PROMPTS = [
+    prompt("circle", "red", 1, "KAT"),
+    prompt("star", "blue", 2, "NIT"),
+    prompt("square", "green", 2, "LU"),
+    prompt("star", "red", 1, "TO"),
+]
+
+
+def test_scores_are_plain_numbers(reward):
+    scores = reward(IMAGES, PROMPTS)
+    assert scores.shape == (4,)
+    assert scores.dtype == torch.float32
+    assert scores.device.type == "cpu"
+    assert not scores.requires_grad
+    low, high = reward.score_range
+    assert ((low <= scores) & (scores <= high)).all()
+    assert len(set(scores.tolist())) > 2
+    assert reward.failed == 0
+    assert torch.equal(scores, reward(IMAGES, PROMPTS))
+
+
+def test_known_scores(rewards):
+    assert rewards["ocr"](IMAGES, PROMPTS).tolist() == pytest.approx([1, 2 / 3, 0, 0])
+    assert rewards["ocr_lines"](IMAGES, PROMPTS).tolist() == pytest.approx([1, 2 / 3, 0, 0])
+    assert rewards["geneval"](IMAGES, PROMPTS).tolist() == [1, 1, 0.75, 0]
+
+
+def test_order_and_batch_do_not_matter(reward):
+    together = reward(IMAGES, PROMPTS)
+    single = torch.cat([reward(IMAGES[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(together, single, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reward(IMAGES.flip(0), PROMPTS[::-1]).flip(0), together, atol=1e-6, rtol=0)
+
+
+def test_bytes_floats_and_halves_agree(reward):
+    scores = reward(IMAGES, PROMPTS)
+    for images in (IMAGES.float() / 255, IMAGES.double() / 255):
+        torch.testing.assert_close(reward(images, PROMPTS), scores, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reward(IMAGES.half() / 255, PROMPTS), scores, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_broken_images_score_nan(reward, bad, caplog):
+    images = IMAGES.float() / 255
+    expected = reward(images, PROMPTS)
+    images[1, 0, 5, 5] = bad
+    with caplog.at_level(logging.WARNING):
+        scores = reward(images, PROMPTS)
+        reward(images, PROMPTS)
+    assert scores.isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(scores[[0, 2, 3]], expected[[0, 2, 3]], atol=1e-6, rtol=0)
+    assert reward.failed == 2
+    assert sum("NaN or infinite pixels" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_weights_stay_out_of_the_module_tree(reward):
+    module = nn.ModuleDict({"reward": reward})
+    reward.load()
+    assert len(module.state_dict()) == 0
+    assert list(module.parameters()) == []
+    assert list(module.buffers()) == []
+
+
+def test_module_casts_and_training_mode_do_not_change_scores(reward):
+    expected = reward(IMAGES, PROMPTS)
+    nn.ModuleDict({"reward": reward}).to(torch.bfloat16).train()
+    assert torch.equal(reward(IMAGES, PROMPTS), expected)
+
+
+def test_copies_travel_without_weights(reward):
+    expected = reward(IMAGES, PROMPTS)
+    for twin in (copy.deepcopy(reward), pickle.loads(pickle.dumps(reward))):
+        assert twin._loaded is None
+        torch.testing.assert_close(twin(IMAGES, PROMPTS), expected, atol=1e-6, rtol=0)
+
+
+def test_weights_follow_the_device(rewards):
+    """Without a second device, a module's own record of the first must do; `meta` has no values but has a name."""
+    reward = copy.deepcopy(rewards["clip_score"])
+    nn.ModuleDict({"reward": reward}).to("meta")
+    assert reward._device.type == "meta"
+    assert reward.load().to(reward._device).model.device.type == "meta"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_scores_on_a_gpu(reward):
+    expected = reward(IMAGES, PROMPTS)
+    on_gpu = reward.to("cuda")
+    scores = on_gpu(IMAGES.cuda(), PROMPTS)
+    on_gpu.to("cpu")
+    assert scores.device.type == "cpu"
+    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("images", "prompts", "message"),
+    [
+        (IMAGES[0], PROMPTS, r"Images have shape \[3, 64, 64\]: expected \[B, 3, H, W\]"),
+        (IMAGES[:, :1], PROMPTS, r"Images have shape \[4, 1, 64, 64\]"),
+        (IMAGES.long(), PROMPTS, r"Images have type torch\.int64: expected a float type"),
+        (IMAGES.float(), PROMPTS, r"Images span \[\d+, 2\d\d\]: expected floats in \[0, 1\], or uint8"),
+        (IMAGES / 127.5 - 1, PROMPTS, r"Images span \[-0\.\d+, [\d.]+\]: expected floats"),
+        (IMAGES, PROMPTS[:3], "got 4 images for 3 prompts: give one prompt an image"),
+    ],
+)
+def test_input_is_checked(reward, images, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        reward(images, prompts)
+
+
+def test_no_images_give_no_scores(reward):
+    assert reward(IMAGES[:0], []).shape == (0,)
+
+
+def test_facts(rewards):
+    assert [reward.name for reward in rewards.values()] == ["clip_score", "hpsv2", "pickscore", "ocr", "ocr", "geneval"]
+    assert {n: r.needs for n, r in rewards.items() if r.needs} == {
+        "ocr": ("ocr",),
+        "ocr_lines": ("ocr",),
+        "geneval": ("include",),
+    }
+    assert [n for n, r in rewards.items() if r.differentiable] == ["clip_score", "hpsv2", "pickscore"]
+
+
+def test_missing_metadata_is_named(rewards):
+    bare = [*PROMPTS[:3], Prompt("a bare prompt")]
+    with pytest.raises(
+        ValueError, match=r"""geneval needs "include" .*, and 'a bare prompt' has none: use a \.jsonl file"""
+    ):
+        rewards["geneval"](IMAGES, bare)
+    rewards["clip_score"](IMAGES, bare)
+
+
+class Scripted(RewardModel):
+    name = "scripted"
+
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def score(self, images, prompts):
+        return self.result(images)
+
+
+def test_infinite_scores_become_nan_and_are_counted():
+    reward = Scripted(lambda images: torch.tensor([1.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64))
+    scores = reward(IMAGES, PROMPTS)
+    assert scores[0] == 1
+    assert scores[1:].isnan().all()
+    assert reward.failed == 3
+
+
+def test_a_bug_in_scoring_is_not_swallowed():
+    with pytest.raises(ZeroDivisionError):
+        Scripted(lambda images: 1 / 0)(IMAGES, PROMPTS)
+    with pytest.raises(RuntimeError, match=r"Scripted\.score returned shape \[4, 1\] for 4 images"):
+        Scripted(lambda images: torch.zeros(4, 1))(IMAGES, PROMPTS)
+
+
+def test_signboard_names_resolve_to_the_package():
+    reward = PickScore("signboard:pickscore")
+    assert Path(reward.resolve_model()).parts[-3:] == ("signboard", "weights", "pickscore")
+    assert reward.resolve_processor() == reward.resolve_model()
+    with pytest.raises(ValueError, match=r"'signboard:none' is not embedded: known are .*signboard:clip"):
+        ClipScore("signboard:none").validate()
+
+
+def test_importing_rewards_is_cheap():
+    heavy = ["transformers", "rapidocr", "onnxruntime", "huggingface_hub", "lightning"]
+    code = f"import sys, recast_lightning.rewards; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
