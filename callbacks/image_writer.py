@@ -27,6 +27,14 @@ class ImageWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = Path(path) if path else None
 
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the folder, with an empty list."""
+        self.folder = self.path or (run_folder(trainer) or Path()) / "predictions"
+        if trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "metadata.jsonl").write_text("")
+        trainer.strategy.barrier()
+
     def write_on_batch_end(
         self,
         trainer: L.Trainer,
@@ -39,11 +47,11 @@ class ImageWriter(BasePredictionWriter):
     ) -> None:
         """Write one batch."""
         assert isinstance(pl_module, RecastModule)
-        folder = self.path or (run_folder(trainer) or Path()) / "predictions"
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "metadata.jsonl").open("w" if batch_idx == 0 else "a", encoding="utf-8") as file:
+        with (self.folder / "metadata.jsonl").open("a", encoding="utf-8") as file:
             for i, index in enumerate(prediction["index"]):
-                _to_pil(prediction["images"][i]).save(folder / f"{index:05d}.png")
+                if not prediction["real"][i]:
+                    continue
+                _to_pil(prediction["images"][i]).save(self.folder / f"{index:05d}.png")
                 values = prediction["scores"][i].tolist()
                 scores = {
                     name: None if math.isnan(value) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from recast_lightning import report
 from recast_lightning.credit import CreditMatrix, Profile, estimate_profile, profile_cost
+from recast_lightning.data import PromptDataModule
+from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
 from recast_lightning.prompts import Prompt
 from recast_lightning.proposals import Proposals
@@ -54,17 +57,32 @@ class RenyiProfilerCallback(L.Callback):
         self.posterior, self.batch_size = posterior, batch_size
         self.shrinkage, self.temperature, self.profile = shrinkage, temperature, profile
 
-    def validate_config(self, model: RecastModule) -> None:
+    def validate_config(self, model: RecastModule, data: PromptDataModule) -> None:
         """Check the sources without loading a model.
 
         Raises:
             ValueError: if proposals, prompts or the saved profile are missing.
         """
-        self.proposals.validate()
-        if self.profile is not None:
-            loaded = Profile.load(self.profile)
-            for stage in model.stages:
-                loaded.rows(list(stage.budgets))
+        measured = [stage for stage in model.stages if stage.credit != "static"]
+        if self.profile is None:
+            if measured:
+                self.proposals.validate(data.prompts["train"][: self.num_prompts])
+            return
+        loaded = Profile.load(self.profile)
+        if len(loaded.sigmas) != model.policy.num_steps + 1:
+            raise ValueError(
+                f"The profile {self.profile!r} has {len(loaded.sigmas) - 1} levels, but policy.num_steps is "
+                f"{model.policy.num_steps}."
+            )
+        for stage in measured:
+            loaded.rows(list(stage.budgets))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write down the W that a resumed run brings along."""
+        assert isinstance(pl_module, RecastModule)
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and pl_module.credit_stage == pl_module.stage_index:
+            self._record(trainer, pl_module, folder, None, pl_module.current_credit())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Build W where the stage that begins here asks for one."""
@@ -104,7 +122,7 @@ class RenyiProfilerCallback(L.Callback):
                 advance(calls - done)
                 done = calls
 
-            with trainer.precision_plugin.forward_context():
+            with trainer.precision_plugin.forward_context(), _user_errors():
                 return estimate_profile(
                     velocity,
                     latents,
@@ -145,6 +163,15 @@ class RenyiProfilerCallback(L.Callback):
             for logger in trainer.loggers:
                 if hasattr(logger, "log_image"):
                     logger.log_image(f"credit/{stage}/{name}", [str(path)], step=step)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A reward that cannot be profiled is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _image_rewards(

@@ -91,12 +91,12 @@ class RecastCLI(LightningCLI):
 
         def check() -> None:
             checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
-            if checkpoint not in (None, "last", "best", "hpc", "registry") and not Path(checkpoint).is_file():
-                raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a .ckpt file, or last.")
+            if checkpoint is not None and not Path(checkpoint).is_file():
+                raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
             self.model.validate_config(self.datamodule, self.trainer.world_size)
             profilers = [c for c in self.trainer.callbacks if isinstance(c, RenyiProfilerCallback)]  # type: ignore[attr-defined]
             for profiler in profilers:
-                profiler.validate_config(self.model)
+                profiler.validate_config(self.model, self.datamodule)
             waiting = [stage.name for stage in self.model.stages if stage.credit != "static"]
             if self.subcommand == "fit" and waiting and not profilers:
                 raise ValueError(

@@ -39,6 +39,7 @@ class RecastModule(L.LightningModule):
         stages: what is trained on, in order.
         rollout_batch_size: images sampled at once.
         micro_batch_size: images in one training step; must divide the images of a rollout on each process.
+        timestep_fraction: share of the levels that each micro-batch trains at, drawn anew for each.
         beta: β of DiffusionNFT.
         kl_weight: weight of mean (v_θ − v_ref)²; 0 spares the reference's forward.
         advantage_clip: c of DiffusionNFT.
@@ -61,6 +62,7 @@ class RecastModule(L.LightningModule):
         stages: list[Stage],
         rollout_batch_size: int = 48,
         micro_batch_size: int = 24,
+        timestep_fraction: float = 1.0,
         beta: float = 0.1,
         kl_weight: float = 1e-4,
         advantage_clip: float = 5.0,
@@ -82,6 +84,9 @@ class RecastModule(L.LightningModule):
         self.reward_models = rewards
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
+        self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
+        if not 0 < timestep_fraction <= 1:
+            raise ValueError(f"timestep_fraction must be in (0, 1], got {timestep_fraction}.")
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
         self.learning_rate, self.weight_decay, self.ema_decay = learning_rate, weight_decay, ema_decay
@@ -168,7 +173,7 @@ class RecastModule(L.LightningModule):
     def items_per_rollout(self) -> int:
         """Training steps in an epoch of this process: micro-batches × levels."""
         samples = self.data.prompts_per_rollout // self.trainer.world_size * self.data.group_size
-        return samples // self.micro_batch_size * self.policy.num_steps
+        return samples // self.micro_batch_size * self.levels_per_batch
 
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
         """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
@@ -217,7 +222,8 @@ class RecastModule(L.LightningModule):
         gathered: Any = self.all_gather(own)
         everyone = gathered.reshape(-1, own.shape[1]).cpu()
         rewards, groups = everyone[:, :-1], everyone[:, -1].long()
-        level_rewards = rewards.double() @ credit.level_weights
+        used = credit.weights.sum(1) > 0  # a reward without a budget may fail without harm
+        level_rewards = rewards[:, used].double() @ credit.level_weights[used]
         advantages = group_advantages(level_rewards, groups, std=self.advantage_std)
         r = optimality_probability(advantages, self.advantage_clip).float()
         self._log_rewards(credit, rewards, advantages, r, rollout)
@@ -225,7 +231,7 @@ class RecastModule(L.LightningModule):
         return r[mine]
 
     def _log_rewards(self, credit: CreditMatrix, rewards: Tensor, advantages: Tensor, r: Tensor, rollout: int) -> None:
-        metrics = {"rollout": float(rollout), "stage": float(self.stage_index)}
+        metrics = {"rollout": float(rollout + 1), "stage": float(self.stage_index)}
         for name, column in zip(credit.rewards, rewards.T, strict=True):
             valid = column[column.isfinite()]
             metrics[f"reward/{name}/mean"] = valid.mean().item()
@@ -243,8 +249,8 @@ class RecastModule(L.LightningModule):
             logger.log_metrics(self.rollout_metrics, step=self.global_step)
 
     def train_item(self, buffer: RolloutBuffer, rollout: int, place: int) -> TrainItem:
-        """Item `place` of an epoch: micro-batches in order, each at all levels in an order of its own."""
-        batch, turn = divmod(place, self.policy.num_steps)
+        """Item `place` of an epoch: micro-batches in order, each at some or all levels in an order of its own."""
+        batch, turn = divmod(place, self.levels_per_batch)
         order = torch.randperm(self.policy.num_steps, generator=generator(self.seed, "levels", rollout, batch))
         level = int(order[turn]) + 1
         rows = slice(batch * self.micro_batch_size, (batch + 1) * self.micro_batch_size)

@@ -102,7 +102,7 @@ class Policy(nn.Module):
         """Check the path without loading anything.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline.
+            ValueError: if a local path is missing or is not an SD3 pipeline, or its T5 would get no tokens.
         """
         from recast_lightning.paths import resolve
 
@@ -110,6 +110,11 @@ class Policy(nn.Module):
         if folder.is_dir() and not (folder / "model_index.json").is_file():
             raise ValueError(
                 f"Policy path {self.path!r} has no model_index.json: it must be a saved diffusers pipeline."
+            )
+        if self.use_t5 and self.max_sequence_length < 1 and _has_t5(str(folder)):
+            raise ValueError(
+                f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
+                "give 128 to 256, or use_t5: false."
             )
 
     def load(self, seed: int = 0) -> None:

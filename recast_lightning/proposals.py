@@ -18,20 +18,17 @@ from recast_lightning.prompts import Prompt
 class Proposals(ABC):
     """A source of one good image for each prompt."""
 
-    def validate(self) -> None:  # noqa: B027 (nothing to check is a fine answer)
-        """Check, before any work, that the source is there.
+    @abstractmethod
+    def validate(self, prompts: Sequence[Prompt]) -> None:
+        """Check, before any work, that the source has an image of each prompt.
 
         Raises:
-            ValueError: if it is not.
+            ValueError: naming the first prompt that it has none of.
         """
 
     @abstractmethod
     def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
-        """Images [B, 3, height, width] in [0, 1].
-
-        Raises:
-            ValueError: naming the first prompt that the source has no image of.
-        """
+        """Images [B, 3, height, width] in [0, 1]; raises as `validate`."""
 
 
 class RendererProposals(Proposals):
@@ -43,6 +40,13 @@ class RendererProposals(Proposals):
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+
+    def validate(self, prompts: Sequence[Prompt]) -> None:
+        """See `Proposals.validate`."""
+        from recast_lightning.signboard.world import parse
+
+        for prompt in prompts:
+            parse(prompt)
 
     def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
         """See `Proposals.images`."""
@@ -61,17 +65,17 @@ class FolderProposals(Proposals):
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    def validate(self) -> None:
+    def validate(self, prompts: Sequence[Prompt]) -> None:
         """See `Proposals.validate`."""
+        self._files(prompts)
+
+    def _files(self, prompts: Sequence[Prompt]) -> list[Path]:
         if not (self.path / "metadata.jsonl").is_file():
             raise ValueError(
                 f"Proposals folder {str(self.path)!r} has no metadata.jsonl: it must list each picture as "
                 '{"file_name": "0.png", "prompt": "..."}.'
             )
 
-    def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
-        """See `Proposals.images`."""
-        self.validate()
         rows = [json.loads(line) for line in (self.path / "metadata.jsonl").read_text().splitlines() if line.strip()]
         files = {row["prompt"]: row["file_name"] for row in rows}
         missing = [p.text for p in prompts if p.text not in files]
@@ -80,7 +84,11 @@ class FolderProposals(Proposals):
                 f"Proposals folder {str(self.path)!r} has no picture for {len(missing)} of {len(prompts)} prompts, "
                 f"first {missing[0]!r}."
             )
-        pictures = (Image.open(self.path / files[p.text]).convert("RGB") for p in prompts)
+        return [self.path / files[p.text] for p in prompts]
+
+    def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
+        """See `Proposals.images`."""
+        pictures = (Image.open(file).convert("RGB") for file in self._files(prompts))
         return torch.stack([_to_tensor(picture, height, width) for picture in pictures])
 
 

@@ -26,4 +26,5 @@ def progress_of(trainer: L.Trainer, description: str, total: int) -> AbstractCon
 
 def run_folder(trainer: L.Trainer) -> Path | None:
     """The folder of the run, or None without a logger. A collective call: every process must make it."""
-    return None if trainer.log_dir is None else Path(trainer.log_dir)
+    folder = trainer.log_dir
+    return Path(folder) if trainer.loggers and folder is not None else None

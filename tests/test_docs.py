@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,9 @@ def example(tmp_path, monkeypatch):
     """The page's own reward, saved as the page says."""
     (tmp_path / "my_rewards.py").write_text(blocks(CONFIGURATION, "python", "class JpegSize"), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(importlib.sys.modules, "my_rewards", raising=False)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     yield importlib.import_module("my_rewards")
-    importlib.sys.modules.pop("my_rewards", None)
+    sys.modules.pop("my_rewards", None)
 
 
 def test_the_example_reward_scores(example):
@@ -97,23 +98,16 @@ def test_the_example_reward_scores(example):
         example.JpegSize(quality=0)
 
 
-def test_the_example_reward_is_configured_by_its_dotted_path(example, tmp_path, capsys):
-    overlay = blocks(CONFIGURATION, "yaml", "my_rewards.JpegSize")
-    (tmp_path / "jpeg.yaml").write_text(overlay, encoding="utf-8")
+@pytest.mark.parametrize("holding", ["stable-diffusion-3.5-medium", "my_rewards.JpegSize"])
+def test_overlays_on_the_page_are_accepted(example, holding, tmp_path, capsys):
+    overlay = blocks(CONFIGURATION, "yaml", holding)
+    base = ROOT / re.match(r"# Overlay for (\S+\.yaml)", overlay)[1]
+    (tmp_path / "overlay.yaml").write_text(overlay, encoding="utf-8")
     with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "fit",
-                "-c",
-                str(ROOT / "configs/signboard/demo.yaml"),
-                "-c",
-                str(tmp_path / "jpeg.yaml"),
-                "--print_config",
-            ]
-        )
+        main(["fit", "-c", str(base), "-c", str(tmp_path / "overlay.yaml"), "--print_config"])
     printed = capsys.readouterr()
     assert stop.value.code == 0, printed.err
-    model = yaml.safe_load(printed.out)["model"]
-    assert list(model["rewards"]) == ["clip", "jpeg"]
-    assert model["rewards"]["jpeg"] == {"class_path": "my_rewards.JpegSize", "init_args": {"quality": 85}}
-    assert model["stages"][0]["budgets"] == {"clip": 2.0, "jpeg": 1.0}
+    given, resolved = (yaml.safe_load(text)["model"] for text in (overlay, printed.out))
+    assert list(given["rewards"]) == list(resolved["rewards"])
+    for stage, accepted in zip(given["stages"], resolved["stages"], strict=True):
+        assert stage["budgets"] == accepted["budgets"]

@@ -32,7 +32,7 @@ _STYLES = (  # colours that the colour-blind tell apart (Okabe and Ito), marker,
     ("#000000", "X", (0, (1, 1))),
 )
 _RAW: dict[str, Any] = {"color": "0.6", "fillstyle": "none"}
-_FIXED = ("ocr", "geneval", "clip_score", "pickscore", "hpsv2")  # the others take a place by a hash of their name
+_FIXED = ("ocr", "geneval", "clip", "pickscore", "hpsv2")  # the others take a place by a hash of their name
 
 
 def gain_curves(profile: Profile) -> Figure:

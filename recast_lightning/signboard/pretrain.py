@@ -70,7 +70,7 @@ def pretrain(
 def drawings(work: Path, seed: int) -> tuple[np.ndarray, Tensor]:
     """The training set: uint8 [N, 3, 64, 64] (memory-mapped) and token ids [N, 22]."""
     path = work / "drawings.npy"
-    scenes = list(itertools.islice(world.scenes(seed, "train"), DRAWINGS))
+    scenes = list(itertools.islice(world.scenes(seed, "train", any_letters=True), DRAWINGS))
     if not path.exists():
         images = np.stack([world.draw_tensor(s, seed).numpy() for s in track(scenes, "drawing signs")])
         partial = path.with_suffix(".partial.npy")
@@ -178,7 +178,7 @@ def latents(work: Path, seed: int) -> tuple[Tensor, float, float]:
 def _careless_tokens(seed: int, version: int, letters: float, colors: float, shapes: float) -> Tensor:
     """Token ids [N, 22] of one careless caption for each drawing."""
     rng = random.Random(f"captions/{seed}/{version}")
-    scenes = itertools.islice(world.scenes(seed, "train"), DRAWINGS)
+    scenes = itertools.islice(world.scenes(seed, "train", any_letters=True), DRAWINGS)
     texts = [world.misdescribe(scene, rng, letters, colors, shapes).text for scene in scenes]
     ids: Tensor = build_tokenizer()(texts, padding="max_length", truncation=True, return_tensors="pt").input_ids
     return ids

@@ -34,6 +34,28 @@ COLORS = {
 }
 INK = (30, 30, 35)
 LETTERS = "ACEKLNOTUV"  # no letter that starts a merge of the tokenizer: a quoted word stays letter by letter
+WORDS = (
+    "ACE",
+    "ATE",
+    "CAN",
+    "CAT",
+    "COT",
+    "CUT",
+    "EAT",
+    "ELK",
+    "KEN",
+    "LET",
+    "NET",
+    "NO",
+    "NUT",
+    "OAK",
+    "ON",
+    "TEA",
+    "TEN",
+    "TO",
+    "VAN",
+    "VET",
+)  # what prompts say; the base is pretrained on any letters
 NUMBERS = ("a", "two", "three")
 RELATIONS = ("left of", "right of", "and")
 SPLITS: dict[str, range] = {"train": range(4, 20), "validation": range(2, 4), "test": range(0, 2)}
@@ -92,9 +114,9 @@ class Scene:
         return Prompt(self.text, metadata)
 
 
-def random_scene(rng: random.Random) -> Scene:
-    """One scene; every tag is as likely as every other."""
-    word = "".join(rng.choice(LETTERS) for _ in range(rng.choice((2, 3))))
+def random_scene(rng: random.Random, any_letters: bool = False) -> Scene:
+    """One scene; every tag is as likely as every other. The word is one of `WORDS`, or two or three letters of any kind."""
+    word = "".join(rng.choice(LETTERS) for _ in range(rng.choice((2, 3)))) if any_letters else rng.choice(WORDS)
     above = rng.random() < 0.5
     kind = rng.randrange(4)
     shapes, colors = rng.sample(SHAPES, 2), rng.sample(list(COLORS), 2)
@@ -128,13 +150,13 @@ def split_of(text: str) -> str:
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
-def scenes(seed: int, split: Split) -> Iterator[Scene]:
+def scenes(seed: int, split: Split, any_letters: bool = False) -> Iterator[Scene]:
     """Endless distinct scenes of a split, the same for the same seed."""
     if split not in SPLITS:
         raise ValueError(f"Signboard split {split!r} is unknown: choose one of {', '.join(SPLITS)}.")
     rng, seen = random.Random(f"signboard/{split}/{seed}"), set()
     while True:
-        scene = random_scene(rng)
+        scene = random_scene(rng, any_letters)
         if split_of(scene.text) == split and scene not in seen:
             seen.add(scene)
             yield scene

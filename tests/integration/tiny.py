@@ -15,6 +15,8 @@ def config(folder: Path, **changes) -> Path:
     text = yaml.safe_load((ROOT / "configs/signboard/demo.yaml").read_text())
     text["model"]["policy"]["init_args"] |= {"num_steps": 3, "lora_rank": 4}
     text["model"] |= {
+        "kl_weight": 1e-4,
+        "timestep_fraction": 1.0,
         "rollout_batch_size": 8,
         "micro_batch_size": 4,
         "stages": [
@@ -29,7 +31,7 @@ def config(folder: Path, **changes) -> Path:
         "group_size": 4,
         "evaluation_batch_size": 4,
     }
-    text["trainer"] |= {"accumulate_grad_batches": 3, "check_val_every_n_epoch": 1}
+    text["trainer"] |= {"devices": 1, "strategy": "auto", "accumulate_grad_batches": 3, "check_val_every_n_epoch": 1}
     logger = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": str(folder), "name": "run"},
