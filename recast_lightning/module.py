@@ -46,6 +46,7 @@ class RecastModule(L.LightningModule):
         advantage_std: `level` (all samples of a level, as published) or `group`.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
+        warmup_steps: optimizer steps over which the learning rate rises to its value; AdamW's first steps are mostly noise.
         ema_decay: per optimizer step, of the adapter that is evaluated.
         old_rate: growth of the old policy's decay η per rollout.
         old_flat: rollouts during which η is 0 (the old policy is the trained one).
@@ -69,6 +70,7 @@ class RecastModule(L.LightningModule):
         advantage_std: Literal["level", "group"] = "level",
         learning_rate: float = 3e-4,
         weight_decay: float = 1e-4,
+        warmup_steps: int = 0,
         ema_decay: float = 0.9,
         old_rate: float = 0.001,
         old_flat: int = 0,
@@ -89,7 +91,8 @@ class RecastModule(L.LightningModule):
             raise ValueError(f"timestep_fraction must be in (0, 1], got {timestep_fraction}.")
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
-        self.learning_rate, self.weight_decay, self.ema_decay = learning_rate, weight_decay, ema_decay
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.ema_decay = ema_decay
         self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
         self.seed = seed
         self.synced_rollout = 0  # the rollout that the old policy was last updated for
@@ -129,10 +132,14 @@ class RecastModule(L.LightningModule):
         """Load the policy (once)."""
         self.policy.load(self.seed)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW on the trained adapter."""
+    def configure_optimizers(self) -> Any:
+        """AdamW on the trained adapter, with a linear warm-up."""
         parameters = self.policy.adapter_parameters("default")
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+        if not self.warmup_steps:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Stages and credit -------------------------------------------------------------------------------------------
 

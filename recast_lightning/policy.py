@@ -59,7 +59,7 @@ class Policy(nn.Module):
         lora_targets: modules that get adapters, by the end of their name.
         max_sequence_length: T5 tokens. Without T5, diffusers puts as many zero embeddings in their place; 0 leaves them out.
         use_t5: whether to load T5 where the pipeline has one.
-        offload_encoders: keep the text encoders on the CPU except while they encode.
+        offload_frozen: keep text encoders and VAE on the CPU except while they work.
         dtype: of the frozen weights; adapters are float32.
         gradient_checkpointing: trade compute for memory in the trained pass.
         embedding_cache: number of encoded prompts to keep.
@@ -77,7 +77,7 @@ class Policy(nn.Module):
         lora_targets: Sequence[str] = LORA_TARGETS,
         max_sequence_length: int = 0,
         use_t5: bool = True,
-        offload_encoders: bool = False,
+        offload_frozen: bool = False,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         gradient_checkpointing: bool = False,
         embedding_cache: int = 4096,
@@ -92,7 +92,7 @@ class Policy(nn.Module):
         self.path, self.height, self.width = path, height, width
         self.num_steps, self.solver = num_steps, solver
         self.lora_rank, self.lora_alpha, self.lora_targets = lora_rank, lora_alpha, tuple(lora_targets)
-        self.max_sequence_length, self.use_t5, self.offload_encoders = max_sequence_length, use_t5, offload_encoders
+        self.max_sequence_length, self.use_t5, self.offload_frozen = max_sequence_length, use_t5, offload_frozen
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.gradient_checkpointing, self.embedding_cache = gradient_checkpointing, embedding_cache
         self._helpers: dict[str, Any] = {}
@@ -253,23 +253,32 @@ class Policy(nn.Module):
                 max_sequence_length=self.max_sequence_length, device=self.device,
             )  # fmt: skip
             rows[text] = Condition(embeddings, pooled).to(torch.device("cpu"))
-        for encoder in encoders if self.offload_encoders else []:
+        for encoder in encoders if self.offload_frozen else []:
             encoder.to("cpu")
         return rows
+
+    @contextmanager
+    def _vae(self) -> Iterator[Any]:
+        vae = self._helpers["vae"].to(self.device)
+        try:
+            yield vae
+        finally:
+            if self.offload_frozen:
+                vae.to("cpu")
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images [B, 3, height, width] in [0, 1] (float32) of latents [B, C, H, W]."""
-        vae = self._helpers["vae"].to(self.device)
-        z = latents / vae.config.scaling_factor + vae.config.shift_factor
-        images: Tensor = vae.decode(z.to(self.dtype), return_dict=False)[0]
+        with self._vae() as vae:
+            z = latents / vae.config.scaling_factor + vae.config.shift_factor
+            images: Tensor = vae.decode(z.to(self.dtype), return_dict=False)[0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Latents [B, C, H, W] (float32, the posterior's mode) of images [B, 3, height, width] in [0, 1]."""
-        vae = self._helpers["vae"].to(self.device)
-        z = vae.encode((images * 2 - 1).to(self.device, self.dtype)).latent_dist.mode()
+        with self._vae() as vae:
+            z = vae.encode((images * 2 - 1).to(self.device, self.dtype)).latent_dist.mode()
         return (z.float() - vae.config.shift_factor) * vae.config.scaling_factor
 
     def save_lora(self, folder: Path, adapter: Adapter = "ema") -> None:

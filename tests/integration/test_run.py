@@ -110,3 +110,22 @@ def test_a_checkpoint_of_another_rank_is_refused(run, tmp_path):
     with pytest.raises(SystemExit) as stop:
         main(["validate", "--config", str(file), "--ckpt_path", str(run / "checkpoints/last.ckpt")])
     assert stop.value.code == 2
+
+
+def test_a_saved_profile_is_reused_and_wandb_records_offline(run, tmp_path):
+    saved = run / "stages/1-warmup/profile.safetensors"
+    loggers = [
+        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run"}},
+        {
+            "class_path": "lightning.pytorch.loggers.WandbLogger",
+            "init_args": {"save_dir": str(tmp_path), "project": "test", "offline": True},
+        },
+    ]
+    again = fit(
+        tmp_path, "--trainer.max_epochs", "1",
+        trainer__logger=loggers, trainer__callbacks__0__init_args__profile=str(saved),
+    )  # fmt: skip
+    first, second = (CreditMatrix.load(r / "stages/1-warmup/credit") for r in (run, again))
+    assert torch.equal(first.weights, second.weights)
+    offline = next((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(list((offline / "files/media/images").rglob("*.png"))) >= 3 + 5

@@ -1,0 +1,75 @@
+"""How scores become r: failures are left out exactly, and credit differs by level."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recast_lightning.credit import CreditMatrix
+from recast_lightning.module import RecastModule
+from recast_lightning.policy import Policy
+from recast_lightning.rewards import OCR, ClipScore
+from recast_lightning.rollout import Sample
+from recast_lightning.stages import Stage
+
+SAMPLES = [Sample(group, group, image) for group in range(2) for image in range(3)]
+NAN = float("nan")
+
+
+@pytest.fixture
+def module():
+    rewards = {"clip": ClipScore("signboard:clip"), "ocr": OCR(detect=False)}
+    module = RecastModule(Policy(num_steps=2), rewards, [Stage("s", 1, {"clip": 1.0, "ocr": 1.0})])
+    module._trainer = SimpleNamespace(global_rank=0, world_size=1, current_epoch=0)
+    module.all_gather = lambda tensor: tensor[None]
+    return module
+
+
+def credit(weights, budgets=None):
+    return CreditMatrix(
+        torch.tensor(weights, dtype=torch.float64), budgets or {"clip": 1.0, "ocr": 1.0}, "recast",
+        torch.ones(2, 2), torch.ones(2, 2),
+    )  # fmt: skip
+
+
+def test_a_level_listens_to_the_rewards_that_w_gives_it(module):
+    rewards = torch.tensor([[0.0, 1], [0, 2], [0, 3], [1, 0], [2, 0], [3, 0]])
+    r = module._optimality(rewards, SAMPLES, credit([[0.5, 0.0], [0.0, 0.5]]), rollout=0)
+    assert r.shape == (6, 2)
+    assert torch.equal(r[:3, 0], torch.full((3,), 0.5))  # level 1 hears clip alone, which says nothing of group 0
+    assert r[3, 0] < 0.5 < r[5, 0]
+    assert torch.equal(r[3:, 1], torch.full((3,), 0.5))
+    assert r[0, 1] < 0.5 < r[2, 1]
+
+
+def test_a_failed_score_leaves_its_sample_out_and_no_other(module):
+    rewards = torch.tensor([[0.0, 1], [0, 2], [0, NAN], [1, 0], [2, 0], [3, 0]])
+    even = credit([[0.25, 0.25], [0.25, 0.25]])
+    r = module._optimality(rewards, SAMPLES, even, rollout=0)
+    assert r[2].isnan().all()
+    assert r[[0, 1, 3, 4, 5]].isfinite().all()
+    torch.testing.assert_close(r[0] + r[1], torch.ones(2))  # the mean is over the two that are left
+    assert module.rollout_metrics["reward/ocr/failed"] == 1
+    assert module.rollout_metrics["reward/ocr/mean"] == pytest.approx(3 / 5)
+
+
+def test_a_reward_without_a_budget_may_fail_without_harm(module):
+    rewards = torch.tensor([[0.0, NAN]] * 3 + [[1, 1], [2, 1], [3, 1]])
+    matrix = credit([[0.5, 0.5], [0.0, 0.0]], {"clip": 1.0, "ocr": 0.0})
+    assert module._optimality(rewards, SAMPLES, matrix, rollout=0).isfinite().all()
+
+
+def test_w_of_other_rewards_or_levels_is_refused(module):
+    with pytest.raises(ValueError, match="W is for clip at 2 levels"):
+        module.set_credit(CreditMatrix.from_gains(torch.ones(1, 2), {"clip": 1.0}))
+
+
+def test_a_measured_stage_without_a_profiler_says_what_to_add(module):
+    with pytest.raises(RuntimeError, match="add RenyiProfilerCallback"):
+        module.current_credit()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5])
+def test_a_fraction_outside_its_range_is_refused(fraction):
+    with pytest.raises(ValueError, match="timestep_fraction must be in"):
+        RecastModule(Policy(), {"ocr": OCR()}, [Stage("s", 1, {"ocr": 1.0})], timestep_fraction=fraction)
