@@ -115,8 +115,7 @@ def _changes_table(record: RunRecord) -> str:
         for c in moved
     ]
     text = (
-        "± is the standard error of the change over prompts, each compared with itself. The "
-        "evaluations are not paired; as both use the same prompts, the true error is probably smaller. "
+        "± is the standard error of the change over prompts, each compared with itself where scores were kept. "
         "Weights are budget shares."
     )
     first, last = record.evaluations[0], record.evaluations[-1]

@@ -44,7 +44,7 @@ def test_summary_says_gains_and_losses(page):
 def test_table_has_changes_with_errors_and_weights(page):
     assert "<th>weight in warmup</th><th>weight in second</th>" in page
     assert "<td>+0.210 ± 0.042</td><td>0.500</td><td>0.250</td>" in page
-    assert "not paired" in page
+    assert "each compared with itself" in page
     assert "Prompts without a score in final: ocr 2." in page
 
 
