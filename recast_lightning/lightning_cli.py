@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 
@@ -24,6 +25,15 @@ class RecastParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Leave with the sentence and exit code 2."""
         fail(" ".join(message.split()))
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Keeps config.yaml in the run folder, and nowhere where there is none."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write it, if there is a logger whose folder it belongs to."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class RecastCLI(LightningCLI):
@@ -58,7 +68,7 @@ class RecastCLI(LightningCLI):
         cls(
             RecastModule,
             PromptDataModule,
-            save_config_callback=SaveConfigCallback,
+            save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=False,
             trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},

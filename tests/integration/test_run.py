@@ -129,3 +129,10 @@ def test_a_saved_profile_is_reused_and_wandb_records_offline(run, tmp_path):
     assert torch.equal(first.weights, second.weights)
     offline = next((tmp_path / "wandb").glob("offline-run-*"))
     assert len(list((offline / "files/media/images").rglob("*.png"))) >= 3 + 5
+
+
+def test_nothing_is_written_where_there_is_no_run_folder(run, tmp_path, monkeypatch):
+    file = config(tmp_path / "config", trainer__logger=False)
+    monkeypatch.chdir(tmp_path)
+    main(["validate", "--config", str(file), "--ckpt_path", str(run / "checkpoints/last.ckpt")])
+    assert [p.name for p in tmp_path.iterdir()] == ["config"]
