@@ -5,32 +5,28 @@ Shape legend: N samples on this process, M over all processes, R rewards, T leve
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
-import lightning as L
 import torch
-from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torch import Tensor
 
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
 from recast_lightning.flow import noise_to
 from recast_lightning.objective import group_advantages, nft_terms, old_policy_decay, optimality_probability
-from recast_lightning.policy import Adapter, Policy
-from recast_lightning.prompts import Prompt
+from recast_lightning.policy import Policy
 from recast_lightning.rewards import RewardModel
-from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples
+from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples, rollout_metrics
+from recast_lightning.sampling import SamplingModule
 from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.stages import Stage, check_stages, stage_index
 from recast_lightning.trainer import progress_of
 
 
-class RecastModule(L.LightningModule):
+class RecastModule(SamplingModule):
     """Trains a policy on several rewards whose weights differ by noise level.
 
     Args:
@@ -77,13 +73,8 @@ class RecastModule(L.LightningModule):
         old_maximum: float = 0.5,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(policy, rewards)
         check_stages(stages, rewards)
-        for name in rewards:
-            if not re.fullmatch(r"\w+", name):
-                raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
-        self.policy = policy
-        self.reward_models = rewards
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
         self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
@@ -99,7 +90,6 @@ class RecastModule(L.LightningModule):
         self.credit: CreditMatrix | None = None
         self.credit_stage = -1
         self.rollout_metrics: dict[str, float] = {}
-        self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
 
     # Configuration -----------------------------------------------------------------------------------------------
 
@@ -117,12 +107,6 @@ class RecastModule(L.LightningModule):
         for model in self.reward_models.values():
             for prompts in data.prompts.values():
                 model.check_prompts(prompts)
-
-    @property
-    def data(self) -> PromptDataModule:
-        """The data module of the run."""
-        data: PromptDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return data
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
@@ -182,17 +166,6 @@ class RecastModule(L.LightningModule):
         samples = self.data.prompts_per_rollout // self.trainer.world_size * self.data.group_size
         return samples // self.micro_batch_size * self.levels_per_batch
 
-    def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
-        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
-        columns = [self.reward_models[name].to(self.device)(images, prompts) for name in names]
-        return torch.stack(columns, 1)
-
-    def draw(self, keys: Sequence[tuple[str | int, ...]], prompts: Sequence[Prompt], adapter: Adapter | None) -> Tensor:
-        """Latents x_0 [B, C, H, W] of prompts, from noise keyed by `keys`."""
-        noise = keyed_noise(self.policy.latent_shape, keys).to(self.device)
-        with self.trainer.precision_plugin.forward_context():
-            return self.policy.sample(noise, self.policy.encode_prompts([p.text for p in prompts]), adapter)
-
     @torch.no_grad()
     def collect(self, rollout: int) -> RolloutBuffer:
         """Draw and score a rollout with the old policy, and turn scores into r at each level."""
@@ -233,22 +206,10 @@ class RecastModule(L.LightningModule):
         level_rewards = rewards[:, used].double() @ credit.level_weights[used]
         advantages = group_advantages(level_rewards, groups, std=self.advantage_std)
         r = optimality_probability(advantages, self.advantage_clip).float()
-        self._log_rewards(credit, rewards, advantages, r, rollout)
+        place = {"rollout": float(rollout + 1), "stage": float(self.stage_index)}
+        self.rollout_metrics = place | rollout_metrics(credit.rewards, rewards, advantages, r)
         mine = slice(self.trainer.global_rank * len(samples), (self.trainer.global_rank + 1) * len(samples))
         return r[mine]
-
-    def _log_rewards(self, credit: CreditMatrix, rewards: Tensor, advantages: Tensor, r: Tensor, rollout: int) -> None:
-        metrics = {"rollout": float(rollout + 1), "stage": float(self.stage_index)}
-        for name, column in zip(credit.rewards, rewards.T, strict=True):
-            valid = column[column.isfinite()]
-            metrics[f"reward/{name}/mean"] = valid.mean().item()
-            metrics[f"reward/{name}/std"] = valid.std().item()
-            metrics[f"reward/{name}/failed"] = float(len(column) - len(valid))
-        finite = r[r.isfinite()]
-        metrics |= {"r/mean": finite.mean().item(), "r/std": finite.std().item()}
-        metrics["r/clipped_share"] = ((finite == 0) | (finite == 1)).float().mean().item()
-        metrics["advantage/dead_share"] = (advantages == 0).float().mean().item()
-        self.rollout_metrics = metrics
 
     def _log_rollout(self, metrics: dict[str, float]) -> None:
         self.rollout_metrics |= metrics
@@ -318,47 +279,6 @@ class RecastModule(L.LightningModule):
         super().optimizer_step(*args, **kwargs)
         self.policy.blend("ema", "default", keep=self.ema_decay)
 
-    # Evaluation --------------------------------------------------------------------------------------------------
-
-    def evaluate_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Draw and score evaluation prompts with the averaged policy.
-
-        The noise is keyed by a prompt's text and how often it came before, so every method, seed and world size starts
-        from the same noise.
-        """
-        keys = [("evaluation", p.text, o) for p, o in zip(batch["prompts"], batch["occurrence"], strict=True)]
-        images = self.policy.decode(self.draw(keys, batch["prompts"], "ema"))
-        scores = self.score(images, batch["prompts"], list(self.reward_models))
-        texts = [p.text for p in batch["prompts"]]
-        return {
-            "index": batch["index"],
-            "real": batch["real"],
-            "texts": texts,
-            "images": images.cpu(),
-            "scores": scores,
-        }
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Evaluate; the means of all rewards become `val/<name>`."""
-        return self._evaluation_step(batch, "val")
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """As validation, under `test/<name>`."""
-        return self._evaluation_step(batch, "test")
-
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Images and scores."""
-        return self.evaluate_batch(batch)
-
-    def _evaluation_step(self, batch: dict[str, Any], prefix: str) -> dict[str, Any]:
-        result = self.evaluate_batch(batch)
-        real = torch.tensor(result["real"])
-        for name, column in zip(self.reward_models, result["scores"].T, strict=True):
-            metric = self.evaluation_means[name]
-            metric.update(column[real].to(self.device))  # type: ignore[operator]
-            self.log(f"{prefix}/{name}", metric, on_epoch=True, batch_size=len(real))  # type: ignore[arg-type]
-        return result
-
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -370,11 +290,12 @@ class RecastModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
-        own = {k for k in self.state_dict() if ".lora_" in k}
-        if own != set(checkpoint["state_dict"]):
+        own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
+        theirs = {(k, v.shape) for k, v in checkpoint["state_dict"].items()}
+        if own != theirs:
             raise UserError(
-                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank {self.policy.lora_rank}: "
-                f"{len(own & set(checkpoint['state_dict']))} of {len(own)} weights match by name."
+                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
+                f"{self.policy.lora_rank}: {len(own & theirs)} of {len(own)} weights match by name and shape."
             )
         state = checkpoint["recast"]
         self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]

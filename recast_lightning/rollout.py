@@ -105,6 +105,28 @@ def _nearest_multiples(value: int, of: int) -> tuple[int, int]:
     return value // of * of, -(-value // of) * of
 
 
+def rollout_metrics(names: list[str], rewards: Tensor, advantages: Tensor, r: Tensor) -> dict[str, float]:
+    """What a rollout looks like in numbers, over all processes; failed scores are counted and left out.
+
+    Args:
+        names: the rewards, [R].
+        rewards: scores, [N, R], NaN where one failed.
+        advantages: [N, T], NaN where a sample does not train.
+        r: optimality probabilities, [N, T], likewise.
+    """
+    metrics: dict[str, float] = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        valid = column[column.isfinite()]
+        metrics[f"reward/{name}/mean"] = valid.mean().item()
+        metrics[f"reward/{name}/std"] = valid.std().item()
+        metrics[f"reward/{name}/failed"] = float(len(column) - len(valid))
+    finite = r[r.isfinite()]
+    metrics |= {"r/mean": finite.mean().item(), "r/std": finite.std().item()}
+    metrics["r/clipped_share"] = ((finite == 0) | (finite == 1)).float().mean().item()
+    metrics["advantage/dead_share"] = (advantages == 0).float().mean().item()
+    return metrics
+
+
 class RolloutStream:
     """A loader whose every pass is one rollout, drawn lazily when the first item is asked for.
 

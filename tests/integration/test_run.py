@@ -105,8 +105,10 @@ def test_validate_and_predict_use_a_checkpoint(run, tmp_path, capsys):
     assert (newest_run(tmp_path) / "predictions" / rows[0]["file_name"]).is_file()
 
 
-def test_a_checkpoint_of_another_rank_is_refused(run, tmp_path):
-    file = config(tmp_path, model__policy__init_args__lora_targets=["attn.to_q"])
+@pytest.mark.parametrize("change", [{"lora_targets": ["attn.to_q"]}, {"lora_rank": 8}])
+def test_a_checkpoint_of_another_adapter_is_refused(run, tmp_path, change):
+    (key, value), *_ = change.items()
+    file = config(tmp_path, **{f"model__policy__init_args__{key}": value})
     with pytest.raises(SystemExit) as stop:
         main(["validate", "--config", str(file), "--ckpt_path", str(run / "checkpoints/last.ckpt")])
     assert stop.value.code == 2
