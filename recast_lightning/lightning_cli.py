@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import WandbLogger
 
 from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
-from recast_lightning.callbacks import RenyiProfilerCallback, RunReport
+from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
 from recast_lightning.cli import EPILOG, _checked, fail
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
@@ -55,6 +55,8 @@ class RecastCLI(LightningCLI):
             "Already found a `peft_config`",
             "has `__len__` defined",
             "overridden `transfer_batch_to_device`",
+            "The dirpath has changed",
+            "infer the batch indices",
         )
         for noise in known:
             warnings.filterwarnings("ignore", f".*{noise}.*")
@@ -126,3 +128,9 @@ class RecastCLI(LightningCLI):
         reports = [c.report for c in self.trainer.callbacks if isinstance(c, RunReport) and c.report]  # type: ignore[attr-defined]
         if self.trainer.is_global_zero and reports:
             print(f"Report: {reports[0]}")
+
+    def after_predict(self) -> None:
+        """Say where the pictures are."""
+        folders = [c.folder for c in self.trainer.callbacks if isinstance(c, ImageWriter)]  # type: ignore[attr-defined]
+        if self.trainer.is_global_zero and folders:
+            print(f"Pictures: {folders[0]}")

@@ -98,6 +98,7 @@ def test_validate_and_predict_use_a_checkpoint(run, tmp_path, capsys):
     checkpoint = str(run / "checkpoints/last.ckpt")
     main(["validate", "--config", str(file), "--ckpt_path", checkpoint])
     main(["predict", "--config", str(file), "--ckpt_path", checkpoint])
+    assert f"Pictures: {newest_run(tmp_path) / 'predictions'}" in capsys.readouterr().out
     rows = [json.loads(x) for x in (newest_run(tmp_path) / "predictions/metadata.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     last = json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])
