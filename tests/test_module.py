@@ -9,7 +9,7 @@ from recast_lightning.credit import CreditMatrix
 from recast_lightning.module import RecastModule
 from recast_lightning.policy import Policy
 from recast_lightning.rewards import OCR, ClipScore
-from recast_lightning.rollout import Sample
+from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem
 from recast_lightning.stages import Stage
 
 SAMPLES = [Sample(group, group, image) for group in range(2) for image in range(3)]
@@ -73,3 +73,28 @@ def test_a_measured_stage_without_a_profiler_says_what_to_add(module):
 def test_a_fraction_outside_its_range_is_refused(fraction):
     with pytest.raises(ValueError, match="timestep_fraction must be in"):
         RecastModule(Policy(), {"ocr": OCR()}, [Stage("s", 1, {"ocr": 1.0})], timestep_fraction=fraction)
+
+
+def test_a_sample_without_a_score_does_not_train(policy, monkeypatch):
+    module = RecastModule(policy, {"ocr": OCR(detect=False)}, [Stage("s", 1, {"ocr": 1.0})], kl_weight=0.5)
+    monkeypatch.setattr(module, "_log_step", lambda **values: None)
+    prompts = ['a sign with a blue star below the text "TO"', 'a sign with two red circles above the text "CAT"']
+    latents, noise = torch.randn(2, *policy.latent_shape), torch.randn(2, *policy.latent_shape)
+    both = TrainItem(latents, noise, 2, prompts, torch.tensor([0.7, NAN]))
+    alone = TrainItem(latents[:1], noise[:1], 2, prompts[:1], torch.tensor([0.7]))
+    half, whole = module.training_step(both, 0), module.training_step(alone, 0)
+    torch.testing.assert_close(2 * half, whole)  # the mean is over the micro-batch, whose other sample says nothing
+
+
+def test_a_micro_batch_trains_at_its_share_of_the_levels(module, monkeypatch):
+    monkeypatch.setattr(Policy, "latent_shape", (1, 2, 2))
+    module.levels_per_batch, module.micro_batch_size = 1, 3
+    buffer = RolloutBuffer(SAMPLES, torch.randn(6, 1, 2, 2), [str(s) for s in SAMPLES], torch.rand(6, 2))
+    items = [module.train_item(buffer, rollout, place) for rollout in range(8) for place in range(2)]
+    assert {item.level for item in items} == {1, 2}
+    second = items[1]
+    assert second.texts == buffer.texts[3:]
+    assert torch.equal(second.optimality, buffer.optimality[3:, second.level - 1])
+    again = module.train_item(buffer, 0, 1)
+    assert torch.equal(again.noise, second.noise)
+    assert not torch.equal(items[3].noise, second.noise)
