@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
+from rich.console import Console
 
 from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
 from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
@@ -17,6 +18,8 @@ from recast_lightning.cli import EPILOG, _checked, fail
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
+from recast_lightning.report import summary_table
+from recast_lightning.report.record import read_run
 
 
 class RecastParser(LightningArgumentParser):
@@ -121,12 +124,13 @@ class RecastCLI(LightningCLI):
         """Leave the configuration as the user gave it: a checkpoint does not override it."""
 
     def after_fit(self) -> None:
-        """Close W&B quietly and name the report."""
+        """Close W&B quietly, show what changed, and name the report."""
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()
         reports = [c.report for c in self.trainer.callbacks if isinstance(c, RunReport) and c.report]  # type: ignore[attr-defined]
         if self.trainer.is_global_zero and reports:
+            Console().print(summary_table(read_run(reports[0].parent).evaluations))
             print(f"Report: {reports[0]}")
 
     def after_predict(self) -> None:
