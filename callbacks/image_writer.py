@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from recast_lightning.callbacks.run_report import _to_pil
+from recast_lightning.callbacks.run_report import to_pil
 from recast_lightning.module import RecastModule
 from recast_lightning.trainer import run_folder
 
@@ -51,7 +51,7 @@ class ImageWriter(BasePredictionWriter):
             for i, index in enumerate(prediction["index"]):
                 if not prediction["real"][i]:
                     continue
-                _to_pil(prediction["images"][i]).save(self.folder / f"{index:05d}.png")
+                to_pil(prediction["images"][i]).save(self.folder / f"{index:05d}.png")
                 values = prediction["scores"][i].tolist()
                 scores = {
                     name: None if math.isnan(value) else value

@@ -48,13 +48,15 @@ class RunReport(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one line of `evaluation.jsonl` and the pictures."""
         assert isinstance(pl_module, RecastModule)
+        if trainer.state.fn != "fit":
+            return
         gathered: list[Any] = [None] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(gathered, self._rows)
         else:
             gathered = [self._rows]
         folder = run_folder(trainer)
-        if not trainer.is_global_zero or folder is None or trainer.state.fn != "fit":
+        if not trainer.is_global_zero or folder is None:
             return
         rows = sorted((row for part in gathered for row in part), key=lambda row: row["index"])
         done = 0 if trainer.sanity_checking else trainer.current_epoch + 1
@@ -69,7 +71,7 @@ class RunReport(L.Callback):
                 logger.log_metrics({f"val/{k}": v for k, v in record["metrics"].items()}, step=0)
             if hasattr(logger, "log_image"):
                 pictures = [row["picture"] for row in rows if row["picture"] is not None]
-                logger.log_image("val/images", [_to_pil(p) for p in pictures], caption=texts, step=trainer.global_step)
+                logger.log_image("val/images", [to_pil(p) for p in pictures], caption=texts, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one line of `rollouts.jsonl`."""
@@ -108,7 +110,8 @@ def _append(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _to_pil(picture: Tensor) -> Image.Image:
+def to_pil(picture: Tensor) -> Image.Image:
+    """A picture [3, H, W] in [0, 1] as an 8-bit image."""
     return Image.fromarray((picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy().astype(np.uint8))
 
 
@@ -116,4 +119,4 @@ def _save_pictures(folder: Path, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
         if row["picture"] is not None:
-            _to_pil(row["picture"]).save(folder / f"{row['index']:03d}.png")
+            to_pil(row["picture"]).save(folder / f"{row['index']:03d}.png")

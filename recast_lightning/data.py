@@ -34,7 +34,7 @@ def load_prompts(source: str, *, ocr: bool) -> list[Prompt]:
         raise ValueError(
             f"Prompt source {source!r} is malformed: write signboard:SPLIT:COUNT, e.g. signboard:train:2000."
         )
-    return make_prompts(int(parts[2]), seed=0, split=parts[1])  # type: ignore[arg-type]
+    return make_prompts(int(parts[2]), seed=0, split=parts[1])
 
 
 class PromptDataModule(L.LightningDataModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -20,6 +20,8 @@ from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
+
+_C = TypeVar("_C")
 
 
 class RecastParser(LightningArgumentParser):
@@ -109,7 +111,7 @@ class RecastCLI(LightningCLI):
             if checkpoint is not None and not Path(checkpoint).is_file():
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
             self.model.validate_config(self.datamodule, self.trainer.world_size)
-            profilers = [c for c in self.trainer.callbacks if isinstance(c, RenyiProfilerCallback)]  # type: ignore[attr-defined]
+            profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:
                 profiler.validate_config(self.model, self.datamodule)
             waiting = [stage.name for stage in self.model.stages if stage.credit != "static"]
@@ -120,6 +122,10 @@ class RecastCLI(LightningCLI):
 
         _checked(check)
 
+    def _callbacks(self, kind: type[_C]) -> list[_C]:
+        """The Trainer's callbacks of one kind."""
+        return [c for c in self.trainer.callbacks if isinstance(c, kind)]  # type: ignore[attr-defined]
+
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as the user gave it: a checkpoint does not override it."""
 
@@ -128,13 +134,13 @@ class RecastCLI(LightningCLI):
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.experiment.finish()
-        reports = [c.report for c in self.trainer.callbacks if isinstance(c, RunReport) and c.report]  # type: ignore[attr-defined]
+        reports = [c.report for c in self._callbacks(RunReport) if c.report]
         if self.trainer.is_global_zero and reports:
             Console().print(summary_table(read_run(reports[0].parent).evaluations))
             print(f"Report: {reports[0]}")
 
     def after_predict(self) -> None:
         """Say where the pictures are."""
-        folders = [c.folder for c in self.trainer.callbacks if isinstance(c, ImageWriter)]  # type: ignore[attr-defined]
+        folders = [c.folder for c in self._callbacks(ImageWriter)]
         if self.trainer.is_global_zero and folders:
             print(f"Pictures: {folders[0]}")

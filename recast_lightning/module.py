@@ -77,9 +77,9 @@ class RecastModule(SamplingModule):
         check_stages(stages, rewards)
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
-        self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
         if not 0 < timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must be in (0, 1], got {timestep_fraction}.")
+        self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps

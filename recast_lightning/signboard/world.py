@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ WORDS = (
 NUMBERS = ("a", "two", "three")
 RELATIONS = ("left of", "right of", "and")
 SPLITS: dict[str, range] = {"train": range(4, 20), "validation": range(2, 4), "test": range(0, 2)}
-Split = Literal["train", "validation", "test"]
 
 _LETTER_PITCH = 19
 _SHAPE_SIZES = {1: (18, 23), 2: (16, 21), 3: (13, 16)}  # diameters in px, by number of shapes
@@ -150,7 +149,7 @@ def split_of(text: str) -> str:
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
-def scenes(seed: int, split: Split, any_letters: bool = False) -> Iterator[Scene]:
+def scenes(seed: int, split: str, any_letters: bool = False) -> Iterator[Scene]:
     """Endless distinct scenes of a split, the same for the same seed."""
     if split not in SPLITS:
         raise ValueError(f"Signboard split {split!r} is unknown: choose one of {', '.join(SPLITS)}.")
@@ -162,7 +161,7 @@ def scenes(seed: int, split: Split, any_letters: bool = False) -> Iterator[Scene
             yield scene
 
 
-def make_prompts(count: int, seed: int, split: Split) -> list[Prompt]:
+def make_prompts(count: int, seed: int, split: str) -> list[Prompt]:
     """The first `count` prompts of a split."""
     return [scene.prompt() for scene in itertools.islice(scenes(seed, split), count)]
 

@@ -30,7 +30,7 @@ def test_gain_curves_show_raw_and_monotone_gains_with_errors(make_profile):
 def test_gain_curves_without_error_bars(make_profile, tmp_path):
     profile = make_profile(["ocr"])
     profile.gains_stderr.fill_(torch.inf)
-    save_figure(gain_curves(profile), tmp_path / "gains.png")
+    assert save_figure(gain_curves(profile), tmp_path / "gains.png").stat().st_size > 5000
 
 
 def test_normalized_gains_name_flat_rows(make_profile):
@@ -77,7 +77,7 @@ def test_trajectories_read_stages_off_the_evaluations(evaluations):
 def test_trajectories_of_a_reward_that_came_late(evaluations, tmp_path):
     del evaluations[0]["metrics"]["hpsv2"]
     evaluations[1]["metrics"]["hpsv2"] = None
-    save_figure(reward_trajectories(evaluations), tmp_path / "late.png")
+    assert save_figure(reward_trajectories(evaluations), tmp_path / "late.png").stat().st_size > 5000
 
 
 def test_styles_depend_on_the_name_and_differ():
