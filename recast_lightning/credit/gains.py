@@ -5,11 +5,18 @@ Shape legend: R rewards, T noise levels, N proposals; column t - 1 of a gain mat
 
 import torch
 from scipy.optimize import isotonic_regression
+from scipy.special import chdtri
 from torch import Tensor
+
+_LEVEL = 0.05  # of the test for a flat row: how often noise around a flat row passes for shape
+_CLEAR = 3.0  # standard errors by which the mean gain must exceed 0
+_CORRELATION = 0.25  # length, in shares of the T levels, over which true gains are taken to resemble each other
 
 
 def renyi_divergence(posterior_rewards: Tensor, order: float) -> Tensor:
     """Renyi divergence of a positive policy from its base, up to -log p: D = 1 / (alpha - 1) log mean m^(alpha - 1).
+
+    docs/credit.md, (3) to (5).
 
     Over proposals x_t that stand in for the positive policy at level t, m(x_t) = E[r(x_0) | x_t]. Order 2 is log mean
     m; order 1 is the limit, the Kullback-Leibler divergence, mean log m. What is left out, log p = log E_pi[r],
@@ -31,17 +38,31 @@ def renyi_divergence(posterior_rewards: Tensor, order: float) -> Tensor:
     return (log_moment - torch.tensor(float(log_m.shape[-1]), dtype=torch.float64).log()) / (order - 1)
 
 
-def monotone_divergence(divergence: Tensor) -> Tensor:
-    """Closest curves (least squares) that do not rise with noise: noising cannot tell policies apart better.
+def monotone_divergence(divergence: Tensor, stderr: Tensor | None = None) -> Tensor:
+    """Closest curves (least squares) that do not rise with noise, as (6) of docs/credit.md demands of the true ones.
 
     Args:
         divergence: Measured curves, column t is level t, [R, T + 1].
+        stderr: Standard errors; a level counts as 1 / stderr^2, [R, T + 1]. Without them, and in a row where one is 0
+            or not finite, all levels count the same.
 
     Returns:
         Non-increasing curves, [R, T + 1], float64; their gains are non-negative (data processing inequality).
+
+    Raises:
+        ValueError: If the shapes differ.
     """
-    rows = [isotonic_regression(row.numpy(), increasing=False).x.copy() for row in divergence.double().cpu()]
-    return torch.stack([torch.from_numpy(row) for row in rows])
+    curves = divergence.detach().double().cpu()
+    errors = torch.ones_like(curves) if stderr is None else stderr.detach().double().cpu()
+    if errors.shape != curves.shape:
+        raise ValueError(f"stderr must be {list(curves.shape)} as the divergence is, got {list(errors.shape)}.")
+    usable = (errors.isfinite() & (errors > 0)).all(1, keepdim=True)
+    weights = torch.where(usable, errors.amin(1, keepdim=True) / errors, 1.0).square()
+    rows = [
+        torch.from_numpy(isotonic_regression(curve.numpy(), weights=weight.numpy(), increasing=False).x.copy())
+        for curve, weight in zip(curves, weights, strict=True)
+    ]
+    return torch.stack(rows)
 
 
 def monotone_gains(gains: Tensor) -> Tensor:
@@ -58,7 +79,7 @@ def monotone_gains(gains: Tensor) -> Tensor:
 
 
 def normalized_gains(gains: Tensor) -> Tensor:
-    """Shape of the gains: each row over its mean, g~_t = dD_t / mean_t dD_t.
+    """Shape of the gains: each row over its mean, g~_t = dD_t / mean_t dD_t (docs/credit.md, (10)).
 
     A row that has no shape (all equal, or a mean that is not positive, as of a dead reward) becomes exactly ones, the
     flat row, which the projection turns into the static weights.
@@ -77,27 +98,97 @@ def normalized_gains(gains: Tensor) -> Tensor:
     return torch.where(flat, 1.0, gains / mean.where(~flat, 1.0))
 
 
-def shrunk_gains(gains: Tensor, gains_stderr: Tensor) -> Tensor:
-    """Normalised gains for gains with error bars: made monotone, then pulled towards flat by their share of noise.
+def flat_rows(gains: Tensor, noise: Tensor) -> Tensor:
+    """Rows whose gains cannot be told from equal ones, or whose mean gain is not above 0 by three standard errors.
 
-    Empirical Bayes (James-Stein, positive part), per row: 1 + f (g~ - 1) with
+    Score test of a variance component (Lin 1997, Biometrika 84): with c = g~ - 1 of noise covariance N and the smooth
+    prior K of `shrunk_gains`, a row is flat unless
 
-        f = max(0, 1 - mean_t se_t^2 / mean_t (dD_t - mean dD)^2).
+        c' K c > tr(K N) chi2_nu(95%) / nu        nu = tr(K N)^2 / tr(K N K N)
 
-    A row that cannot be told from flat becomes exactly ones; without this, dividing by its mean blows its noise up. The
-    error bars are those before the monotone fit, which quietens noise: doubtful rows are rather flattened.
+    (Satterthwaite's chi-square). It looks for bumps several levels wide, not for the jitter that differencing leaves.
 
     Args:
         gains: dD, [R, T].
-        gains_stderr: Standard errors of dD, [R, T].
+        noise: Standard errors [R, T], of gains taken as independent, or covariances [R, T, T].
 
     Returns:
-        [R, T], float64, row means 1.
+        [R], bool. Truly flat rows come out False in about 5% of cases (`benchmarks/shrinkage.py`), and one whose noise
+        is not finite is always True.
+
+    Raises:
+        ValueError: If the gains are no finite matrix, or the noise does not fit them or is negative or NaN.
     """
-    if gains_stderr.shape != gains.shape or not (gains_stderr >= 0).all():
-        raise ValueError(f"gains_stderr must be non-negative and {list(gains.shape)} as gains are, got {gains_stderr}.")
-    gains = monotone_gains(gains)
-    noise = gains_stderr.to(gains).square().mean(1, keepdim=True)
-    observed = gains.var(1, correction=0, keepdim=True)
-    keep = (1 - noise / observed).where(observed > 0, 0.0).clamp(min=0)
-    return torch.where(keep > 0, 1 + keep * (normalized_gains(gains) - 1), 1.0)
+    contrasts, covariance, prior = _contrasts(gains, noise)
+    signal, expected = _energy(contrasts, covariance, prior)
+    smoothed = prior @ covariance
+    freedom = expected.square() / (smoothed @ smoothed).diagonal(dim1=1, dim2=2).sum(1)
+    critical = torch.from_numpy(chdtri(freedom.numpy(), _LEVEL)) / freedom
+    return ~(signal > torch.where(expected > 0, expected * critical, 0.0))
+
+
+def shrunk_gains(gains: Tensor, noise: Tensor) -> Tensor:
+    """Normalised gains for gains with error bars: smoothed and pulled towards flat by their noise, then made monotone.
+
+    docs/credit.md, (11).
+
+    Empirical Bayes, per row. The shape c = g~ - 1 has noise of covariance N (that of the gains, without their mean)
+    and, as prior, covariance s K with K_tu = exp(-4 |t - u| / T): true gains of neighbouring levels are alike.
+
+        g~ = 1 + s K (s K + N)^-1 c        s = (c' K c - tr(K N)) / tr(K K)
+
+    A row that cannot be told from flat (`flat_rows`), and no other, becomes exactly ones; without this, dividing by its
+    mean blows its noise up. Gains without noise (none negative) keep their g~. `benchmarks/shrinkage.py` measures the rule.
+
+    Args:
+        gains: dD, [R, T].
+        noise: Standard errors [R, T], of gains taken as independent, or covariances [R, T, T].
+
+    Returns:
+        [R, T], float64, on the CPU, none negative, row means 1.
+
+    Raises:
+        ValueError: As `flat_rows`.
+    """
+    contrasts, covariance, prior = _contrasts(gains, noise)
+    shaped = ~flat_rows(gains, noise)
+    shrunk = torch.ones_like(contrasts)
+    if shaped.any():
+        c, n = contrasts[shaped], covariance[shaped]
+        signal, expected = _energy(c, n, prior)
+        scaled = ((signal - expected) / prior.square().sum()).view(-1, 1, 1) * prior
+        total = scaled + n
+        constant = total.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)  # makes it invertible; c has no such part
+        posterior = scaled @ torch.linalg.solve(total + constant / total.shape[-1], c.unsqueeze(2))
+        shrunk[shaped] = normalized_gains(monotone_gains(1 + posterior.squeeze(2)))
+    return shrunk
+
+
+def _contrasts(gains: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g~ - 1 [R, T], its covariance [R, T, T] and the prior's K [T, T]; both 0 in rows without a clear mean gain."""
+    normalized = normalized_gains(gains).detach().cpu()
+    num_rewards, num_levels = normalized.shape
+    noise = noise.detach().double().cpu()
+    if noise.shape == normalized.shape:
+        noise = torch.diag_embed(noise.square().where(noise >= 0, torch.nan))
+    if noise.shape != (num_rewards, num_levels, num_levels):
+        raise ValueError(
+            f"noise must be standard errors {[num_rewards, num_levels]} or covariances "
+            f"{[num_rewards, num_levels, num_levels]} of the gains, got {list(noise.shape)}."
+        )
+    if noise.isnan().any() or (noise.diagonal(dim1=1, dim2=2) < 0).any():
+        raise ValueError("noise must be neither negative nor NaN; an error that is not known is inf.")
+    mean = gains.detach().double().cpu().mean(1)
+    clear = mean > _CLEAR * noise.sum((1, 2)).clamp(min=0).sqrt() / num_levels
+    clear &= noise.isfinite().all(2).all(1)
+    centring = torch.eye(num_levels, dtype=torch.float64) - 1 / num_levels
+    level = torch.arange(num_levels, dtype=torch.float64)
+    kernel = (-(level.unsqueeze(1) - level).abs() / (_CORRELATION * num_levels)).exp()
+    noise = torch.where(clear.view(-1, 1, 1), noise / mean.square().view(-1, 1, 1), 0.0)
+    contrasts = torch.where(clear.unsqueeze(1), normalized - 1, 0.0)
+    return contrasts, centring @ noise @ centring, centring @ kernel @ centring
+
+
+def _energy(contrasts: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row c' K c and tr(K N), which is what noise alone makes of it, [R] each."""
+    return torch.einsum("rt,tu,ru->r", contrasts, prior, contrasts), (prior * covariance).sum((1, 2))
