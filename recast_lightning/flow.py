@@ -1,4 +1,4 @@
-"""Flow matching: noising, denoising, and the two ways to roll out from a noise level.
+"""Flow matching: noising, denoising, and the two ways down from a noise level.
 
 Shape legend: B batch, T number of noise levels; ``...`` is any data shape.
 
@@ -7,7 +7,8 @@ With alpha = 1 - sigma, x_sigma = alpha x0 + sigma eps and v = eps - x0, hence x
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -74,77 +75,7 @@ def sample_ode(
     """
     if solver not in ("euler", "dpm2"):
         raise ValueError(f"solver must be 'euler' or 'dpm2', got {solver!r}.")
-    return _integrate(velocity, x, sigmas, index, clock=_log_snr if solver == "dpm2" else None, noise=None)
-
-
-@torch.no_grad()
-def sample_posterior(
-    velocity: Velocity,
-    x: Tensor,
-    sigmas: Tensor,
-    level: int,
-    *,
-    method: Posterior = "sde2",
-    noise: Callable[[int], Tensor] | None = None,
-    index: Tensor | None = None,
-) -> Tensor:
-    """Draws x0 ~ p(x0 | x_t): the reverse SDE that carries the forward process's own noise, one network call a step.
-
-    ``sde1`` is ancestral sampling (SDE-DPM-Solver++ 1, equal to DDIM with eta = 1): each step draws from
-    q(x_s | x_t, x0 = x0_hat). ``sde2`` is SDE-DPM-Solver++(2M) (Lu et al. 2022, arXiv 2211.01095) with the slope of
-    x0_hat taken in sigma rather than in lambda: it is finite at both ends, and on a Gaussian with ten equal steps it
-    puts the Renyi divergence within 0.005 nats of the truth (0.023 with the slope in lambda, 0.12 with ``sde1``).
-    ``ode`` is Euler on the probability-flow ODE, *not* a posterior sample: kept to show what that costs.
-
-    The last step returns x0_hat(x_{sigma_1}), a posterior mean: what is left of p(x0 | x_{sigma_1}) has a variance of
-    at most sigma_1^2 / alpha_1^2 on average, and one call of a denoiser says nothing else about it. Choose grids with
-    a small sigma_1.
-
-    Args:
-        velocity: See `Velocity`.
-        x: State x_t at level t = ``level``, [B, ...].
-        sigmas: Ascending levels from 0, [T + 1].
-        level: t in 1 ... T.
-        method: ``sde2``, ``sde1`` or ``ode``.
-        noise: ``noise(k) -> [B, ...]``, the standard normal noise of the step that lands on level k (1 <= k < t);
-            default: torch's global generator.
-        index: Condition of each row, [B]; default 0 ... B - 1.
-
-    Returns:
-        x0, [B, ...], in float32 or wider.
-    """
-    if method not in ("sde2", "sde1", "ode"):
-        raise ValueError(f"method must be 'sde2', 'sde1' or 'ode', got {method!r}.")
-    if not 1 <= level < len(sigmas):
-        raise ValueError(f"level must be in 1 ... {len(sigmas) - 1} (the last of sigmas), got {level}.")
-    grid = sigmas[: level + 1]
-    if method == "ode":
-        return _integrate(velocity, x, grid, index, clock=None, noise=None)
-    clock = _sigma if method == "sde2" else None
-    return _integrate(velocity, x, grid, index, clock=clock, noise=noise or (lambda _: torch.randn_like(x)))
-
-
-def _integrate(
-    velocity: Velocity,
-    x: Tensor,
-    sigmas: Tensor,
-    index: Tensor | None,
-    *,
-    clock: Callable[[float], float] | None,
-    noise: Callable[[int], Tensor] | None,
-) -> Tensor:
-    """Multistep exponential integrator; ``clock`` is the variable of the second-order slope, ``noise`` makes it an SDE.
-
-    With h = lambda_t - lambda_s > 0 and e^-h = alpha_s sigma_t / (alpha_t sigma_s), a step from s to t is
-
-        ODE:  x_t = sigma_t / sigma_s x_s + alpha_t (1 - e^-h) D
-        SDE:  x_t = sigma_t / sigma_s e^-h x_s + alpha_t (1 - e^-2h) D + sigma_t sqrt(1 - e^-2h) z
-
-    with D = x0_hat_s (first order) or its linear extrapolation to the middle of the step (second order).
-    """
-    grid = [float(sigma) for sigma in sigmas.double()]
-    if grid[0] != 0 or grid[-1] > 1 or any(a >= b for a, b in pairwise(grid)) or len(grid) < 2:
-        raise ValueError(f"sigmas must ascend strictly from 0 to at most 1, got {grid}.")
+    grid = check_grid(sigmas)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if index is None:
         index = torch.arange(len(x), device=x.device)
@@ -154,25 +85,103 @@ def _integrate(
         v = velocity(x, torch.full((len(x),), s, dtype=x.dtype, device=x.device), index)
         x0_hat = velocity_to_x0(x, v.to(x.dtype), s)
         if t == 0:
-            return x0_hat
+            break
         middle = x0_hat
-        if clock is not None and before is not None:
-            middle = x0_hat + 0.5 * (clock(t) - clock(s)) / (clock(s) - clock(grid[k + 1])) * (x0_hat - before)
+        if solver == "dpm2" and before is not None:
+            ratio = (_log_snr(t) - _log_snr(s)) / (_log_snr(s) - _log_snr(grid[k + 1]))
+            middle = x0_hat + 0.5 * ratio * (x0_hat - before)
         decay = (1 - s) * t / ((1 - t) * s)  # e^-h; 0 from pure noise
-        if noise is None:
-            x = t / s * x + (1 - t) * (1 - decay) * middle
-        else:
-            x = t / s * decay * x + (1 - t) * (1 - decay**2) * middle
-            x = x + t * math.sqrt(1 - decay**2) * noise(k - 1).to(x)
+        x = t / s * x + (1 - t) * (1 - decay) * middle
         before = x0_hat
-    raise AssertionError("unreachable: the grid ends at 0")
+    return x0_hat
 
 
-def _sigma(sigma: float) -> float:
-    """Clock of `sample_posterior`."""
-    return sigma
+def posterior_grid(sigma: float, steps: int) -> list[float]:
+    """Levels of a rollout from p(x0 | x_sigma), placed where the posterior needs them, ascending from 0 to ``sigma``.
+
+    They are even in theta^(2/3), theta = atan(sigma / alpha), between ``sigma`` and 0.5 / ``steps``. So the last call,
+    which returns a mean, is made where nearly nothing is left of the posterior. ``steps`` calls are made from pure
+    noise, and down to half as many from below. `benchmarks/posterior.py` compares this with other placements.
+
+    Args:
+        sigma: Level of the noisy state, in (0, 1].
+        steps: Network calls from pure noise, at least 1.
+    """
+    last = 0.5 / steps
+    if steps < 2 or sigma <= 1.01 * last:
+        return [0.0, sigma]
+    low, high, top = map(_angle, (last, sigma, 1.0))
+    calls = 1 + max(1, round((steps - 1) * 0.5 * (1 + (high - low) / (top - low))))
+    angles = [(low + (high - low) * k / (calls - 1)) ** 1.5 for k in range(calls - 1)]
+    return [0.0, *(math.sin(a) / (math.sin(a) + math.cos(a)) for a in angles), sigma]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One network call of a rollout, with x0_hat = x - sigma v: x <- keep x + pull (x0_hat + slope (x0_hat - before)).
+
+    ``before`` is x0_hat of the call before. An SDE then adds spread (W(t) - W(s)), W a Brownian motion in the clock
+    snr = (alpha / sigma)^2. The last call gives x0_hat itself.
+    """
+
+    sigma: float
+    keep: float = 0.0
+    pull: float = 1.0
+    slope: float = 0.0
+    spread: float = 0.0
+
+
+def posterior_steps(grid: Sequence[float], method: Posterior = "sde2") -> list[Step]:
+    """Steps of a rollout from the last of ``grid`` down to 0.
+
+    In y = (alpha / sigma^2) x and the clock snr = (alpha / sigma)^2, noising is y = snr x0 + W(snr), and x0 given y has
+    the law of dy = E[x0 | y] dsnr + dW run on to snr = infinity (stochastic localization; docs/credit.md, (7), (8)).
+    A step from s to t, with e^-h = alpha_s sigma_t / (alpha_t sigma_s), solves it for a given x0_hat:
+
+        ODE:  x_t = sigma_t / sigma_s x_s + alpha_t (1 - e^-h) D
+        SDE:  x_t = sigma_t / sigma_s e^-h x_s + alpha_t (1 - e^-2h) D + sigma_t^2 / alpha_t (W(t) - W(s))
+
+    ``sde1`` takes D = x0_hat_s: ancestral sampling (SDE-DPM-Solver++ 1, equal to DDIM with eta = 1). ``sde2`` takes its
+    linear extrapolation to the middle of the step, as SDE-DPM-Solver++(2M) (Lu et al. 2022, arXiv 2211.01095), whose
+    slope in lambda = ln(alpha / sigma) is averaged with that in theta^(2/3): the one errs on policies whose spread is
+    not 1, the other on narrow ones. ``ode`` is first order and *not* a posterior sample: kept to show what that costs.
+
+    Args:
+        grid: Ascending levels from 0 to at most 1.
+        method: ``sde2``, ``sde1`` or ``ode``.
+    """
+    if method not in ("sde2", "sde1", "ode"):
+        raise ValueError(f"posterior must be 'sde2', 'sde1' or 'ode', got {method!r}.")
+    steps = []
+    for k in range(len(grid) - 1, 0, -1):
+        s, t = grid[k], grid[k - 1]
+        decay = (1 - s) * t / ((1 - t) * s)  # e^-h; 0 from pure noise
+        if t == 0:
+            steps.append(Step(s))
+        elif method == "ode":
+            steps.append(Step(s, t / s, (1 - t) * (1 - decay)))
+        else:
+            slope = 0.0
+            if method == "sde2" and k + 1 < len(grid):
+                before = grid[k + 1]
+                slope = sum(0.25 * (f(t) - f(s)) / (f(s) - f(before)) for f in (_log_snr, _angle))
+            steps.append(Step(s, t / s * decay, (1 - t) * (1 - decay**2), slope, t**2 / (1 - t)))
+    return steps
+
+
+def check_grid(sigmas: Tensor) -> list[float]:
+    """The levels as numbers; raises ValueError unless they ascend strictly from 0 to at most 1."""
+    grid = [float(sigma) for sigma in sigmas.double()]
+    if grid[0] != 0 or grid[-1] > 1 or any(a >= b for a, b in pairwise(grid)) or len(grid) < 2:
+        raise ValueError(f"sigmas must ascend strictly from 0 to at most 1, got {grid}.")
+    return grid
 
 
 def _log_snr(sigma: float) -> float:
-    """Clock of `sample_ode`: half the log signal-to-noise ratio, lambda = ln(alpha / sigma); -inf at sigma = 1."""
+    """Half the log signal-to-noise ratio, lambda = ln(alpha / sigma); -inf at sigma = 1."""
     return math.log((1 - sigma) / sigma) if sigma < 1 else -math.inf
+
+
+def _angle(sigma: float) -> float:
+    """atan(sigma / alpha)^(2/3), from 0 to (pi / 2)^(2/3)."""
+    return math.atan2(sigma, 1 - sigma) ** (2 / 3)

@@ -1,10 +1,13 @@
 """The method, in pure tensor code: measure when each reward tells good from bad, then spend its budget there.
 
-`estimate_profile` -> `Profile` (curves) -> `normalized_gains` -> `sinkhorn_projection` -> `CreditMatrix` (W).
+`estimate_profile` -> `Profile` (curves with error bars) -> `shrunk_gains` -> `sinkhorn_projection` -> `CreditMatrix` (W).
 """
 
+from recast_lightning.credit.compare import Agreement, compare_profiles
+from recast_lightning.credit.curves import importance_weights
 from recast_lightning.credit.estimate import estimate_profile, profile_cost
 from recast_lightning.credit.gains import (
+    flat_rows,
     monotone_divergence,
     monotone_gains,
     normalized_gains,
@@ -16,9 +19,13 @@ from recast_lightning.credit.profile import Profile
 from recast_lightning.credit.sinkhorn import sinkhorn_projection
 
 __all__ = [
+    "Agreement",
     "CreditMatrix",
     "Profile",
+    "compare_profiles",
     "estimate_profile",
+    "flat_rows",
+    "importance_weights",
     "monotone_divergence",
     "monotone_gains",
     "normalized_gains",

@@ -2,17 +2,25 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 _SUFFIXES = (".safetensors", ".json")
 
 
-def save_artefact(path: str | Path, kind: str, tensors: dict[str, Tensor], header: dict[str, Any]) -> Path:
+def save_artefact(
+    path: str | Path,
+    kind: str,
+    tensors: dict[str, Tensor],
+    header: dict[str, Any],
+    *,
+    shown: dict[str, Tensor] | None = None,
+) -> Path:
     """Writes ``path``.safetensors (exact; the header rides in its metadata) and ``path``.json (to read).
 
     Args:
@@ -20,16 +28,20 @@ def save_artefact(path: str | Path, kind: str, tensors: dict[str, Tensor], heade
         kind: What it is, checked on load.
         tensors: Named tensors.
         header: JSON-able values.
+        shown: What the JSON file has of numbers; default the tensors. No JSON file is written if it is empty.
 
     Returns:
         Path of the safetensors file.
     """
     stem = _stem(path)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    readable = {"kind": kind, **header, **{name: _readable(tensor.tolist()) for name, tensor in tensors.items()}}
-    _with(stem, ".json").write_text(json.dumps(readable, indent=1) + "\n", encoding="utf-8")
-    save_file(tensors, _with(stem, ".safetensors"), metadata={"kind": kind, "header": json.dumps(header)})
+    # safetensors takes no tensors that share memory
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    readable = {name: _readable(tensor.tolist()) for name, tensor in (tensors if shown is None else shown).items()}
+    if readable:
+        text = json.dumps({"kind": kind, **_readable(header), **readable}, indent=1, allow_nan=False)
+        _write(_with(stem, ".json"), (text + "\n").encode())
+    _write(_with(stem, ".safetensors"), save(tensors, metadata={"kind": kind, "header": json.dumps(header)}))
     return _with(stem, ".safetensors")
 
 
@@ -51,8 +63,24 @@ def load_artefact(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str
         raise ValueError(f"{file} is damaged or not a safetensors file ({error}).") from error
     if metadata.get("kind") != kind:
         raise ValueError(f"{file} holds {metadata.get('kind') or 'something else'}, not a {kind}.")
-    header: dict[str, Any] = json.loads(metadata["header"])
+    try:
+        header: dict[str, Any] = json.loads(metadata["header"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is damaged: its header cannot be read.") from error
     return tensors, header
+
+
+def delete_artefact(path: str | Path) -> None:
+    """Deletes the files of `save_artefact`, if they are there."""
+    for suffix in _SUFFIXES:
+        _with(_stem(path), suffix).unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All or nothing: a file that is there is whole, even if the machine stops here."""
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
 
 
 def _stem(path: str | Path) -> Path:
@@ -66,6 +94,8 @@ def _with(stem: Path, suffix: str) -> Path:
 
 def _readable(values: Any) -> Any:
     """Numbers that JSON has no word for (nan, inf) become null."""
-    if isinstance(values, list):
+    if isinstance(values, dict):
+        return {name: _readable(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
         return [_readable(value) for value in values]
     return values if not isinstance(values, float) or math.isfinite(values) else None

@@ -3,24 +3,37 @@
 Shape legend: N proposals, J rollouts a proposal, R rewards, T noise levels, B batch; ``...`` is any data shape.
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recast_lightning.credit.gains import renyi_divergence
+from recast_lightning.credit.curves import Curve, bootstrap_weights, estimate_curve, interpolate
+from recast_lightning.credit.plan import Steps, make_plan
 from recast_lightning.credit.profile import Profile
-from recast_lightning.flow import Posterior, Velocity, noise_to, sample_posterior
-from recast_lightning.seeds import noise as keyed_noise
+from recast_lightning.credit.rollouts import Keeper, Rollouts
+from recast_lightning.flow import Posterior, Velocity
+from recast_lightning.seeds import derive_seed
 
 Reward = Callable[[Tensor, Tensor], Tensor]
 """``reward(x0 [B, ...], index [B]) -> [B]``, non-negative; ``index`` is the row of the proposal."""
 
+NUM_REPLICATES = 400
 
-def profile_cost(num_proposals: int, num_levels: int, rollouts: int = 1) -> int:
-    """Velocity evaluations of `estimate_profile`, in samples: N J T (T + 1) / 2."""
-    return num_proposals * rollouts * num_levels * (num_levels + 1) // 2
+
+def profile_cost(
+    num_proposals: int,
+    sigmas: Tensor,
+    rollouts: int | Sequence[int] = 1,
+    *,
+    steps: Steps = "auto",
+    levels: int | Sequence[int] | None = None,
+) -> int:
+    """Velocity evaluations of `estimate_profile`, in samples; at most N J T (T + 1) / 2 with ``auto`` or ``grid``."""
+    return num_proposals * make_plan(sigmas, rollouts=rollouts, steps=steps, levels=levels).cost
 
 
 @torch.no_grad()
@@ -30,116 +43,156 @@ def estimate_profile(
     rewards: dict[str, Reward],
     sigmas: Tensor,
     *,
-    rollouts: int = 1,
+    rollouts: int | Sequence[int] = 1,
     order: float = 2.0,
     posterior: Posterior = "sde2",
+    steps: Steps = "auto",
+    levels: int | Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+    importance: bool = False,
     generator: torch.Generator | None = None,
     batch_size: int = 64,
     progress: Callable[[int], None] | None = None,
     metadata: dict[str, Any] | None = None,
+    unfinished: str | Path | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Profile:
-    """Discriminability D_t of every reward at every level, from one set of proposals.
+    """Discriminability D_t of every reward at every level, from one set of proposals, with error bars.
 
     Proposals stand in for samples of the positive policies. Each is noised to level t, x_t, and J rollouts
-    x0 ~ p(x0 | x_t) of the policy are scored: their mean is m(x_t), and D_t = renyi_divergence(m). At order 2 any J is
-    unbiased; other orders bend with the noise of m, so give them several rollouts. Level 0 scores the proposals
-    themselves.
+    x0 ~ p(x0 | x_t) of the policy are scored: their mean is m(x_t), and D_t = renyi_divergence(m). Order 2 takes any J
+    without bias. Other orders are nested: they need J >= 2, and the jackknife takes their bias off to first order in
+    1 / J (`Profile.nested_bias`). Level 0 scores the proposals themselves. Rollouts are packed (`Rollouts`); noise is
+    keyed by (seed, proposal) and common to all levels, so neither batch size nor processes change what is drawn.
 
-    Noise is keyed by (seed, proposal, rollout), so the batch size changes nothing, and is common to all levels: every
-    level alone is sampled correctly, and differences between levels, the gains, are paired.
-
-    A proposal with a score that is not finite is left out of that reward at all levels. A level whose every score is
-    exactly 0 is taken to hold half of one top score (log 0 is no estimate); a reward that is 0 everywhere has a flat
-    curve.
+    A proposal with a score that is not finite is left out of that reward at all levels, and counted.
 
     Args:
         velocity: Policy, see `Velocity`; ``index`` is the row of ``proposals``.
         proposals: Clean data of a strong generator, in the policy's space, [N, ...].
         rewards: Name to non-negative reward.
         sigmas: Ascending levels from 0, [T + 1].
-        rollouts: J >= 1.
+        rollouts: J, for all levels or for each measured one. At order 2 they come in antithetic pairs.
         order: Renyi order alpha > 0.
-        posterior: Sampler of the rollouts, see `sample_posterior`.
+        posterior: Sampler of the rollouts, see `posterior_steps`.
+        steps: Network calls of a rollout from pure noise, see `posterior_grid`; ``auto``: as many as cost no more than
+            the sampler's own grid, and ``grid``: that grid (t calls from level t, as in the paper).
+        levels: Measured levels (a number of them, or which); monotone interpolation fills the others. Default all.
+        prompts: Number of each proposal's prompt, [N]; what belongs together in the error bars. Default: all differ.
+        importance: The proposals are the policy's own, and stand for the positive policy of each reward with the weight
+            of their score, normalised within each prompt.
         generator: Gives one seed; default torch's global generator.
         batch_size: Rollouts in one network call.
-        progress: Called with the velocity evaluations done so far, of `profile_cost`.
+        progress: Called with the velocity evaluations done so far by all processes, of `profile_cost`.
         metadata: JSON-able facts to keep with the profile.
+        unfinished: File (without suffix) that keeps what has been done, until the profile is there: called again, it goes on.
+        rank: This process, of
+        world_size: as many, which share the proposals out.
+        total: Sums a tensor over processes.
 
     Returns:
-        The measured `Profile`.
+        The measured `Profile`, the same in every process.
+
+    Raises:
+        ValueError: If an argument is out of range, or a reward is negative, fails throughout or cannot be measured.
     """
-    num_proposals = len(proposals)
-    if min(num_proposals, rollouts, batch_size, len(rewards)) < 1:
-        raise ValueError(
-            "proposals, rollouts, rewards and batch_size must each be at least one, got "
-            f"{num_proposals}, {rollouts}, {len(rewards)} and {batch_size}."
-        )
-    if not order > 0:
-        raise ValueError(f"order must be positive, got {order}.")
+    plan = make_plan(sigmas, rollouts=rollouts, steps=steps, levels=levels, posterior=posterior)
+    groups = _checked(proposals, rewards, order, min(plan.rollouts), batch_size, prompts)
     device = None if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    scores, network_calls = _measure(
-        velocity, proposals, rewards, sigmas, rollouts, posterior, seed, batch_size, progress or (lambda _: None)
+    own = torch.arange(rank, len(proposals), world_size)
+    work = Rollouts(
+        velocity,
+        proposals,
+        own,
+        plan,
+        lambda x0, index: _score(rewards, x0, index),
+        len(rewards),
+        seed=seed,
+        fresh=order == 2,
+        batch_size=batch_size,
     )
-    measured = {name: _posterior_rewards(name, score) for name, score in zip(rewards, scores, strict=True)}
-    curves = [_curve(name, m, order, rollouts) for name, m in measured.items()]
-    divergence, stderr, gains_stderr = (torch.stack(parts) for parts in zip(*curves, strict=True))
+    settings = {
+        "rewards": list(rewards), "proposals": _fingerprint(proposals), "seed": seed, "plan": _fingerprint(plan.sigmas),
+        "rollouts": plan.rollouts, "posterior": posterior, "order": order, "processes": [rank, world_size],
+        "metadata": metadata or {},
+    }  # fmt: skip
+    keep = None if unfinished is None else Keeper(Path(f"{unfinished}-{rank}"), settings)
+    network_calls = plan.cost * len(proposals)
+    summed = total or (lambda tensor: tensor)
+    scores = torch.zeros(len(rewards), len(proposals), len(work.jobs), dtype=torch.float64)
+    scores[:, own] = work.run(
+        lambda calls: progress(min(calls * world_size, network_calls)) if progress else None,
+        keep=keep,
+        any_busy=lambda busy: bool(summed(torch.tensor(float(busy))) > 0),
+    )
+    curves = _curves(list(rewards), work.by_level(summed(scores)), groups, order, importance, seed)
+    if keep is not None:
+        keep.delete()
+
+    def on_all_levels(field: str) -> Tensor:
+        return interpolate(torch.stack([getattr(c, field) for c in curves.values()]), plan.levels, len(sigmas) - 1)
+
     return Profile(
-        divergence=divergence,
-        stderr=stderr,
-        gains_stderr=gains_stderr,
-        mean_rewards=torch.stack([m.mean(0) for m in measured.values()]),
+        divergence=on_all_levels("divergence"),
+        replicates=on_all_levels("replicates").transpose(0, 1).contiguous(),
+        nested_bias=on_all_levels("nested_bias"),
+        mean_rewards=on_all_levels("mean_rewards"),
         sigmas=sigmas.detach().cpu().clone(),
         rewards=list(rewards),
         order=float(order),
         posterior=posterior,
-        rollouts=rollouts,
-        num_proposals=num_proposals,
-        failed={name: num_proposals - len(m) for name, m in measured.items()},
+        steps=steps,
+        levels=plan.levels,
+        rollouts=plan.rollouts,
+        num_proposals=len(proposals),
+        num_prompts=len(groups.unique()),
+        failed={name: curve.failed for name, curve in curves.items()},
+        effective_samples={name: curve.effective_samples for name, curve in curves.items()} if importance else {},
         network_calls=network_calls,
         metadata=metadata or {},
     )
 
 
-def _measure(
-    velocity: Velocity,
+def _curves(
+    names: list[str], scores: list[Tensor], prompts: Tensor, order: float, importance: bool, seed: int
+) -> dict[str, Curve]:
+    """The curve of each reward, from scores of each level [R, N, J]; all share the bootstrap's weights."""
+    weights = bootstrap_weights(prompts, NUM_REPLICATES, derive_seed(seed, "bootstrap"))
+    return {
+        name: estimate_curve(name, [s[row] for s in scores], prompts, weights, order=order, importance=importance)
+        for row, name in enumerate(names)
+    }
+
+
+def _checked(
     proposals: Tensor,
     rewards: dict[str, Reward],
-    sigmas: Tensor,
+    order: float,
     rollouts: int,
-    posterior: Posterior,
-    seed: int,
     batch_size: int,
-    progress: Callable[[int], None],
-) -> tuple[Tensor, int]:
-    """Scores of every rollout, [R, N, J, T + 1], and the velocity evaluations they took."""
-    num_proposals, num_levels = len(proposals), len(sigmas) - 1
-    scores = torch.empty(len(rewards), num_proposals, rollouts, num_levels + 1, dtype=torch.float64)
-    for index in torch.split(torch.arange(num_proposals), batch_size):
-        at = index.to(proposals.device)
-        scores[:, index, :, 0] = _score(rewards, proposals[at], at).unsqueeze(2)
-    network_calls = 0
-    for rows in torch.split(torch.arange(num_proposals * rollouts), batch_size):
-        index, rollout = rows // rollouts, rows % rollouts
-        at = index.to(proposals.device)
-        noise, path = _noise(seed, proposals[at], index, rollout, num_levels)
-        for t in range(1, num_levels + 1):
-            x_t = noise_to(proposals[at].to(noise.dtype), noise, float(sigmas[t]))
-            x0 = sample_posterior(velocity, x_t, sigmas, t, method=posterior, noise=path.__getitem__, index=at)
-            scores[:, index, rollout, t] = _score(rewards, x0, at)
-            network_calls += t * len(rows)
-            progress(network_calls)
-    return scores, network_calls
-
-
-def _noise(seed: int, like: Tensor, index: Tensor, rollout: Tensor, num_levels: int) -> tuple[Tensor, Tensor]:
-    """Forward noise [B, ...] of each proposal and path noise [T, B, ...] of each rollout; row k is for level k."""
-    shape = like.shape[1:]
-    forward = keyed_noise(shape, [(seed, "forward", i) for i in index.tolist()])
-    pairs = zip(index.tolist(), rollout.tolist(), strict=True)
-    path = keyed_noise((num_levels, *shape), [(seed, "path", i, j) for i, j in pairs]).transpose(0, 1)
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return forward.to(like.device, dtype), path.to(like.device, dtype)
+    prompts: Sequence[int] | None,
+) -> Tensor:
+    """Number of each proposal's prompt, counted from 0, [N]; raises ValueError for what cannot be measured."""
+    if min(len(proposals), batch_size, len(rewards)) < 1:
+        raise ValueError(
+            "proposals, rewards and batch_size must each be at least one, got "
+            f"{len(proposals)}, {len(rewards)} and {batch_size}."
+        )
+    if not order > 0:
+        raise ValueError(f"order must be positive, got {order}.")
+    if order != 2 and rollouts < 2:
+        raise ValueError(
+            f"Order {order:g} needs at least 2 rollouts a proposal and level, got {rollouts}: it is a nested mean, whose "
+            "bias one rollout cannot show. Use order 2, or 8 rollouts and more."
+        )
+    if prompts is None:
+        return torch.arange(len(proposals))
+    if len(prompts) != len(proposals):
+        raise ValueError(f"prompts must give one number a proposal, {len(proposals)}, got {len(prompts)}.")
+    return torch.tensor(list(prompts)).unique(return_inverse=True)[1]
 
 
 def _score(rewards: dict[str, Reward], x0: Tensor, index: Tensor) -> Tensor:
@@ -158,31 +211,5 @@ def _score(rewards: dict[str, Reward], x0: Tensor, index: Tensor) -> Tensor:
     return torch.stack(scores)
 
 
-def _posterior_rewards(name: str, scores: Tensor) -> Tensor:
-    """m(x_t) of the proposals without a failed score, [N, T + 1], from scores [N, J, T + 1]."""
-    valid = scores.isfinite().all(2).all(1)
-    if not valid.any():
-        raise ValueError(f"Reward {name!r} failed on every proposal: none of them has finite scores at all levels.")
-    return scores[valid].mean(1)
-
-
-def _curve(name: str, m: Tensor, order: float, rollouts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Divergence [T + 1], its standard error [T + 1] and that of the gains [T], from m [N, T + 1].
-
-    Error bars by the delta method over proposals: D = 1/k log mean m^k, k = alpha - 1, has the influence function
-    psi_t = (m_t^k / mean m_t^k - 1) / k (order 1: log m_t - mean log m_t), and the gain at t has psi_{t-1} - psi_t.
-    """
-    dead = (m == 0).all(0)
-    if dead.all():
-        m = torch.ones_like(m)
-    elif dead.any():
-        m = m.clone()
-        m[0, dead] = m.max() / (2 * rollouts)
-    divergence = renyi_divergence(m.T, order)
-    if not divergence.isfinite().all():
-        raise ValueError(f"Reward {name!r} is 0 on some proposals, which order {order:g} cannot measure: use order 2.")
-    log_ratio = m.log() - divergence
-    influence = log_ratio if order == 1 else torch.expm1((order - 1) * log_ratio) / (order - 1)
-    if len(m) == 1:
-        return divergence, torch.full_like(divergence, torch.inf), torch.full_like(divergence[1:], torch.inf)
-    return divergence, influence.std(0) / len(m) ** 0.5, influence.diff(dim=1).std(0) / len(m) ** 0.5
+def _fingerprint(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.detach().cpu().float().numpy().tobytes(), digest_size=8).hexdigest()

@@ -4,7 +4,7 @@ Shape legend: R rewards, T noise levels; column t - 1 is level t.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from recast_lightning.credit.artefact import load_artefact, save_artefact
-from recast_lightning.credit.gains import normalized_gains, shrunk_gains
+from recast_lightning.credit.gains import monotone_divergence, normalized_gains, shrunk_gains
 from recast_lightning.credit.profile import Profile
-from recast_lightning.credit.sinkhorn import sinkhorn_projection
+from recast_lightning.credit.sinkhorn import project
 
 _KIND = "recast credit matrix"
+_FORMAT = 2
+_REPLICATES = 200  # for the error bars of W
+_OPTIONAL = {"sigmas", "weights_stderr", "normalized_stderr"}  # fields that a file may lack
 
 Method = Literal["recast", "static", "unprojected"]
 Shrinkage = Literal["auto", "none"]
@@ -39,7 +42,10 @@ class CreditMatrix:
         gains: dD as given, [R, T].
         normalized: g~ after shrinkage, what the kernel exp(g~ / tau) was made of, [R, T].
         temperature: tau.
+        iterations: Of the projection; 0 where there was nothing to do.
         sigmas: Ascending noise levels, [T + 1], if known.
+        weights_stderr: Standard errors of ``weights``, [R, T], if the profile had any.
+        normalized_stderr: Standard errors of ``normalized``, [R, T], likewise.
     """
 
     weights: Tensor
@@ -48,7 +54,10 @@ class CreditMatrix:
     gains: Tensor
     normalized: Tensor
     temperature: float = 1.0
+    iterations: int = 0
     sigmas: Tensor | None = None
+    weights_stderr: Tensor | None = None
+    normalized_stderr: Tensor | None = None
 
     @classmethod
     def from_gains(
@@ -69,8 +78,9 @@ class CreditMatrix:
             budgets: Name of each reward to its budget; non-negative, not all zero.
             method: See the class.
             sigmas: Ascending noise levels to keep with W, [T + 1].
-            gains_stderr: Standard errors of the gains, [R, T].
-            shrinkage: With error bars, ``auto`` makes the rows monotone and pulls noisy ones to flat (`shrunk_gains`).
+            gains_stderr: Standard errors of the gains, [R, T], or their covariances over levels, [R, T, T].
+            shrinkage: With error bars, ``auto`` makes the rows monotone and pulls noisy ones to flat (`shrunk_gains`);
+                ``none`` takes the gains as they are (the paper).
             temperature: tau > 0; large is static.
         """
         if method not in ("recast", "static", "unprojected"):
@@ -86,16 +96,10 @@ class CreditMatrix:
         num_rewards, num_levels = gains.shape
         if sigmas is not None and sigmas.shape != (num_levels + 1,):
             raise ValueError(f"sigmas must hold {num_levels + 1} levels for gains of {num_levels}, got {len(sigmas)}.")
-        shares = _shares(budgets, num_rewards)
-        kernel = normalized.cpu() / temperature
-        if method == "static" or (normalized == 1).all():
-            weights = (shares / num_levels).unsqueeze(1).repeat(1, num_levels)
-        elif method == "unprojected":
-            weights = shares.unsqueeze(1) * kernel.softmax(1)
-        else:
-            columns = torch.full((num_levels,), 1 / num_levels, dtype=torch.float64)
-            weights = sinkhorn_projection(kernel, shares, columns)
-        return cls(weights, dict(budgets), method, gains.detach().cpu(), normalized.cpu(), temperature, sigmas)
+        normalized = normalized.cpu()
+        weights, iterations = _weights(normalized, _shares(budgets, num_rewards), method, temperature)
+        gains = gains.detach().cpu()
+        return cls(weights, dict(budgets), method, gains, normalized, temperature, iterations, sigmas)
 
     @classmethod
     def from_profile(
@@ -107,17 +111,34 @@ class CreditMatrix:
         shrinkage: Shrinkage = "auto",
         temperature: float = 1.0,
     ) -> "CreditMatrix":
-        """`from_gains` on the monotone gains and error bars of the budgeted rewards of a profile."""
+        """`from_gains` on the budgeted rewards of a profile, with error bars from its bootstrap replicates.
+
+        With ``shrinkage="none"`` the gains are the monotone ones, which is all that is done to them.
+        """
         rows = profile.rows(list(budgets))
-        return cls.from_gains(
-            profile.monotone_gains[rows],
+        noise, gains = profile.gains_covariance[rows], profile.gains[rows]
+        matrix = cls.from_gains(
+            profile.monotone_gains[rows] if shrinkage == "none" else gains,
             budgets,
             method,
             sigmas=profile.sigmas,
-            gains_stderr=profile.gains_stderr[rows],
+            gains_stderr=noise,
             shrinkage=shrinkage,
             temperature=temperature,
         )
+        if len(profile.replicates) < 2:
+            return matrix
+        again = profile.replicates[:_REPLICATES, rows]
+        every, count = again.flatten(0, 1), len(again)  # rows are shaped one by one
+        if shrinkage == "none":
+            monotone = monotone_divergence(every, profile.stderr[rows].repeat(count, 1))
+            normalized = normalized_gains((-monotone.diff(dim=1)).clamp(min=0))
+        else:
+            normalized = shrunk_gains(-every.diff(dim=1), noise.repeat(count, 1, 1))
+        normalized, shares = normalized.view(count, len(rows), -1), _shares(budgets, len(rows))
+        weights = torch.stack([_weights(shape, shares, method, temperature)[0] for shape in normalized])
+        weights_stderr = (weights - weights[0]).std(0)  # exactly 0 where all are equal
+        return replace(matrix, weights_stderr=weights_stderr, normalized_stderr=normalized.std(0))
 
     @property
     def rewards(self) -> list[str]:
@@ -140,14 +161,38 @@ class CreditMatrix:
     def save(self, path: str | Path) -> Path:
         """Writes ``path``.safetensors, exact, and ``path``.json, to read; returns the former."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        header = {"budgets": self.budgets, "method": self.method, "temperature": self.temperature}
+        header = {
+            name: value for name, value in vars(self).items() if not isinstance(value, Tensor) and value is not None
+        }
+        rows, columns = self.residuals
+        header |= {"format": _FORMAT, "row_residual": rows, "column_residual": columns}
         return save_artefact(path, _KIND, tensors, header)
 
     @classmethod
     def load(cls, path: str | Path) -> "CreditMatrix":
-        """Reads what `save` wrote; ValueError if the file is damaged or something else."""
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: If the file is damaged, something else, or of another format.
+        """
         tensors, header = load_artefact(path, _KIND)
-        return cls(**tensors, **header)
+        values = {**tensors, **header}
+        derived = {"format", "row_residual", "column_residual"}
+        names = {f.name for f in fields(cls)} | derived
+        if header.get("format") != _FORMAT or not names - _OPTIONAL <= values.keys() <= names:
+            raise ValueError(f"The W in {str(path)!r} is of another version of recast_lightning: build it anew.")
+        return cls(**{name: value for name, value in values.items() if name not in derived})
+
+
+def _weights(normalized: Tensor, shares: Tensor, method: Method, temperature: float) -> tuple[Tensor, int]:
+    """W of normalised gains [R, T] and shares [R], and the iterations of its projection."""
+    num_levels = normalized.shape[1]
+    if method == "static" or (normalized == 1).all():
+        return (shares / num_levels).unsqueeze(1).repeat(1, num_levels), 0
+    kernel = normalized / temperature
+    if method == "unprojected":
+        return shares.unsqueeze(1) * kernel.softmax(1), 0
+    return project(kernel, shares, torch.full((num_levels,), 1 / num_levels, dtype=torch.float64))
 
 
 def _shares(budgets: dict[str, float], num_rewards: int) -> Tensor:
@@ -159,5 +204,6 @@ def _shares(budgets: dict[str, float], num_rewards: int) -> Tensor:
             raise ValueError(f"The budget of {name!r} must be non-negative and finite, got {budget}.")
     values = torch.tensor(list(budgets.values()), dtype=torch.float64)
     if not values.any():
-        raise ValueError(f"At least one budget must be positive, got 0 for each of {', '.join(budgets)}.")
+        given = f"0 for each of {', '.join(budgets)}" if budgets else "none"
+        raise ValueError(f"At least one budget must be positive, got {given}.")
     return values / values.sum()

@@ -2,8 +2,16 @@ import json
 
 import pytest
 import torch
+from helpers.profiles import assert_same, falling_curves, make_profile
 
-from recast_lightning.credit import CreditMatrix, Profile, normalized_gains, shrunk_gains, sinkhorn_projection
+from recast_lightning.credit import (
+    CreditMatrix,
+    monotone_divergence,
+    normalized_gains,
+    shrunk_gains,
+    sinkhorn_projection,
+)
+from recast_lightning.credit.artefact import save_artefact
 
 F64 = torch.float64
 BUDGETS = {"clip": 1.0, "ocr": 2.0, "geneval": 0.5}
@@ -98,50 +106,83 @@ def test_shrinkage_is_used_when_there_are_error_bars_and_only_then():
         assert plain.normalized.equal(normalized_gains(gains()))
 
 
-def profile(divergence, gains_stderr):
-    num_rewards, num_levels = gains_stderr.shape
-    return Profile(
-        divergence=divergence,
-        stderr=torch.zeros(num_rewards, num_levels + 1),
-        gains_stderr=gains_stderr,
-        mean_rewards=divergence.exp(),
-        sigmas=torch.linspace(0, 1, num_levels + 1),
-        rewards=["clip", "ocr", "geneval"],
-        order=2.0,
-        posterior="sde2",
-        rollouts=1,
-        num_proposals=5,
-        failed={},
-        network_calls=0,
-    )
-
-
 def test_from_profile_takes_the_budgeted_rows_in_the_order_of_the_budgets():
-    curves = torch.rand(3, 9, dtype=F64).sort(descending=True).values
-    measured = profile(curves, torch.zeros(3, 8, dtype=F64))
+    measured = make_profile(["clip", "ocr", "geneval"])
     matrix = CreditMatrix.from_profile(measured, {"geneval": 2.0, "clip": 1.0})
-    expected = CreditMatrix.from_gains(measured.gains[[2, 0]], {"geneval": 2.0, "clip": 1.0})
-    torch.testing.assert_close(matrix.weights, expected.weights)
+    rows = [2, 0]
+    noise = measured.gains_covariance[rows]
+    expected = CreditMatrix.from_gains(measured.gains[rows], {"geneval": 2.0, "clip": 1.0}, gains_stderr=noise)
+    assert matrix.weights.equal(expected.weights)
+    assert matrix.iterations == expected.iterations > 0
     assert matrix.sigmas.equal(measured.sigmas)
     with pytest.raises(ValueError, match="The profile has no reward 'pick'; it measured clip, ocr, geneval"):
         CreditMatrix.from_profile(measured, {"pick": 1.0})
+    with pytest.raises(ValueError, match="At least one budget must be positive, got none"):
+        CreditMatrix.from_profile(measured, {})
 
 
 def test_from_profile_takes_monotone_gains_even_without_shrinkage():
-    measured = profile(torch.tensor([[5.0, 3.0, 4.0, 0.0]] * 3, dtype=F64), torch.ones(3, 3, dtype=F64))
+    curves = torch.tensor([[5.0, 3.0, 4.0, 0.0]] * 3, dtype=F64)
+    measured = make_profile(BUDGETS, divergence=curves, noise=1.0)
     matrix = CreditMatrix.from_profile(measured, BUDGETS, shrinkage="none")
-    assert matrix.gains.equal(measured.monotone_gains)
+    torch.testing.assert_close(matrix.gains, measured.monotone_gains)
     assert (measured.gains < 0).any()
+    assert (matrix.gains >= 0).all()
     assert (matrix.normalized != 1).any()
 
 
 def test_from_profile_flattens_what_is_noise():
-    curves = torch.rand(3, 9, dtype=F64).sort(descending=True).values
-    curves[1] = 0.001 * torch.randn(9, dtype=F64)
-    stderr = torch.full((3, 8), 0.002, dtype=F64)
-    matrix = CreditMatrix.from_profile(profile(curves, stderr), BUDGETS)
+    curves = falling_curves(["clip", "straight", "geneval"], 8)
+    curves[1] += 0.01 * torch.randn(9, dtype=F64)
+    matrix = CreditMatrix.from_profile(make_profile(BUDGETS, divergence=curves), BUDGETS)
     assert (matrix.normalized[1] == 1).all()
-    assert (matrix.normalized[0] != 1).any()
+    assert (matrix.normalized[[0, 2]] != 1).any(1).all()
+
+
+def test_without_error_bars_shrinkage_gives_the_static_matrix():
+    measured = make_profile(BUDGETS, num_replicates=0)
+    matrix = CreditMatrix.from_profile(measured, BUDGETS)
+    assert matrix.weights.equal(CreditMatrix.from_gains(gains(), BUDGETS, "static").weights)
+    assert matrix.weights_stderr is None
+    assert matrix.normalized_stderr is None
+    plain = CreditMatrix.from_profile(measured, BUDGETS, shrinkage="none")
+    torch.testing.assert_close(plain.weights, CreditMatrix.from_gains(measured.gains, BUDGETS).weights)
+    assert not plain.weights.equal(matrix.weights)
+
+
+@pytest.mark.parametrize("shrinkage", ["auto", "none"])
+@pytest.mark.parametrize("method", ["recast", "unprojected", "static"])
+def test_error_bars_are_the_spread_of_w_over_the_replicates(method, shrinkage):
+    measured = make_profile(BUDGETS, num_replicates=6, noise=0.03)
+    matrix = CreditMatrix.from_profile(measured, BUDGETS, method, shrinkage=shrinkage, temperature=0.8)
+    again = [
+        CreditMatrix.from_gains(
+            -(monotone_divergence(replicate, measured.stderr) if shrinkage == "none" else replicate).diff(dim=1),
+            BUDGETS,
+            method,
+            gains_stderr=measured.gains_covariance,
+            shrinkage=shrinkage,
+            temperature=0.8,
+        )
+        for replicate in measured.replicates
+    ]
+    torch.testing.assert_close(matrix.weights_stderr, torch.stack([w.weights for w in again]).std(0))
+    torch.testing.assert_close(matrix.normalized_stderr, torch.stack([w.normalized for w in again]).std(0))
+    assert (matrix.weights_stderr.max() > 0.001) if method != "static" else (matrix.weights_stderr == 0).all()
+
+
+def test_error_bars_are_about_the_spread_over_repeated_profiles():
+    truth, noise = falling_curves(BUDGETS, 8), 0.02
+    runs = []
+    for seed in range(25):
+        source = torch.Generator().manual_seed(1000 + seed)
+        curves = truth + noise * torch.randn(truth.shape, dtype=F64, generator=source)
+        measured = make_profile(BUDGETS, divergence=curves, noise=noise, num_replicates=40, seed=seed)
+        runs.append(CreditMatrix.from_profile(measured, BUDGETS))
+    for value in ("weights", "normalized"):
+        spread = torch.stack([getattr(run, value) for run in runs]).std(0).square().mean().sqrt()
+        claimed = torch.stack([getattr(run, f"{value}_stderr") for run in runs]).square().mean().sqrt()
+        assert 0.75 < claimed / spread < 1.35, (value, claimed / spread)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +219,37 @@ def test_bad_options_are_refused(options, message):
 @pytest.mark.parametrize(("name", "stem"), [("w.safetensors", "w"), ("w.json", "w"), ("run-1.5", "run-1.5")])
 def test_round_trip_is_exact(tmp_path, sigmas, name, stem):
     matrix = CreditMatrix.from_gains(gains(), {**BUDGETS, "ocr": 1 / 3}, sigmas=sigmas, temperature=0.7)
+    assert matrix.weights_stderr is None
     assert matrix.save(tmp_path / "deep" / name) == tmp_path / "deep" / f"{stem}.safetensors"
     loaded = CreditMatrix.load(tmp_path / "deep" / name)
-    for field, value in vars(matrix).items():
-        other = getattr(loaded, field)
-        assert other.equal(value) if isinstance(value, torch.Tensor) else other == value, field
+    assert_same(matrix, loaded)
     assert list(loaded.budgets) == list(matrix.budgets)
     readable = json.loads((tmp_path / "deep" / f"{stem}.json").read_text())
     assert readable["weights"] == matrix.weights.tolist()
     assert readable["budgets"] == matrix.budgets
+
+
+def test_round_trip_keeps_error_bars_and_the_json_has_margins_and_iterations(tmp_path):
+    matrix = CreditMatrix.from_profile(make_profile(BUDGETS), BUDGETS, temperature=0.5)
+    assert matrix.weights_stderr.any()
+    matrix.save(tmp_path / "credit")
+    assert_same(matrix, CreditMatrix.load(tmp_path / "credit"))
+    readable = json.loads((tmp_path / "credit.json").read_text())
+    assert (readable["row_residual"], readable["column_residual"]) == matrix.residuals
+    assert readable["iterations"] == matrix.iterations > 1
+    for field in ("weights_stderr", "normalized_stderr"):
+        assert readable[field] == getattr(matrix, field).tolist()
+
+
+@pytest.mark.parametrize("missing", ["format", "temperature"])
+def test_files_of_other_versions_are_refused(tmp_path, missing):
+    matrix = CreditMatrix.from_gains(gains(), BUDGETS)
+    header = {"format": 2, "row_residual": 0.0, "column_residual": 0.0, "budgets": BUDGETS, "method": "recast"}
+    header |= {"temperature": 1.0, "iterations": 3}
+    tensors = {"weights": matrix.weights, "gains": matrix.gains, "normalized": matrix.normalized}
+    save_artefact(tmp_path / "w", "recast credit matrix", tensors, header)
+    assert CreditMatrix.load(tmp_path / "w").weights.equal(matrix.weights)
+    del header[missing]
+    save_artefact(tmp_path / "w", "recast credit matrix", tensors, header)
+    with pytest.raises(ValueError, match="The W in .* is of another version of recast_lightning: build it anew"):
+        CreditMatrix.load(tmp_path / "w")
