@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +20,16 @@ class StageRecord:
         name: As configured.
         profile: The measurement; a static stage has none.
         credit: W.
+        after: Profile of the policy that left the stage, if it was taken.
+        refreshes: Rollouts done -> profile and W of a refresh made before the next one, ascending.
     """
 
     number: int
     name: str
     profile: Profile | None
     credit: CreditMatrix | None
+    after: Profile | None = None
+    refreshes: dict[int, tuple[Profile | None, CreditMatrix | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,54 +91,77 @@ def read_run(run: Path) -> RunRecord:
     """
     if not run.is_dir():
         raise FileNotFoundError(f"There is no run folder at {run}: give the folder that `recast fit` wrote.")
-    absent: list[str] = []
+    reader = _Reader(run)
     images = {_leading(path.name.removeprefix("rollout-")): path for path in (run / "images").glob("rollout-*")}
     return RunRecord(
         name=run.resolve().name,
-        evaluations=_lines(run / "evaluation.jsonl", absent),
-        rollouts=_lines(run / "rollouts.jsonl", absent),
-        stages=_stages(run / "stages", absent),
-        prompts=_tried(_prompts, run / "images" / "prompts.json", absent) or [],
+        evaluations=_lines(reader, run / "evaluation.jsonl"),
+        rollouts=_lines(reader, run / "rollouts.jsonl"),
+        stages=[_stage(reader, path) for path in _numbered(run / "stages", "*-*")],
+        prompts=reader.read(_prompts, run / "images" / "prompts.json") or [],
         images=dict(sorted(images.items())),
-        config=_tried(_text, run / "config.yaml", absent) or "",
-        absent=absent,
+        config=reader.read(_text, run / "config.yaml") or "",
+        absent=reader.absent,
     )
 
 
-def _stages(folder: Path, absent: list[str]) -> list[StageRecord]:
-    stages = []
-    for path in sorted(folder.glob("*-*"), key=lambda path: _leading(path.name)):
-        credit = _tried(CreditMatrix.load, path / "credit.safetensors", absent)
-        measured = credit is None or credit.method != "static" or (path / "profile.safetensors").exists()
-        profile = _tried(Profile.load, path / "profile.safetensors", absent) if measured else None
-        stages.append(StageRecord(_leading(path.name), path.name.partition("-")[2], profile, credit))
-    return stages
+@dataclass
+class _Reader:
+    """Reads files of a run and notes what it cannot read."""
+
+    run: Path
+    absent: list[str] = field(default_factory=list)
+
+    def read(self, read: Callable[[Path], _T], path: Path, *, optional: bool = False) -> _T | None:
+        """What ``read`` makes of a file, or None and a note; an optional file may be missing without one."""
+        where = path.relative_to(self.run).as_posix()
+        try:
+            return read(path)
+        except FileNotFoundError:
+            if not optional:
+                self.absent.append(f"There is no {where}.")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self.absent.append(f"{where} could not be read ({error}).")
+        return None
 
 
-def _lines(path: Path, absent: list[str]) -> list[dict[str, Any]]:
+def _stage(reader: _Reader, folder: Path) -> StageRecord:
+    credit = reader.read(CreditMatrix.load, folder / "credit.safetensors")
+    unmeasured = credit is not None and credit.method == "static"
+    refreshes = {}
+    for path in _numbered(folder, "rollout-*"):
+        again = reader.read(Profile.load, path / "profile.safetensors", optional=True)
+        anew = reader.read(CreditMatrix.load, path / "credit.safetensors", optional=True)
+        if again is not None or anew is not None:
+            refreshes[_leading(path.name.removeprefix("rollout-"))] = (again, anew)
+    return StageRecord(
+        number=_leading(folder.name),
+        name=folder.name.partition("-")[2],
+        profile=reader.read(Profile.load, folder / "profile.safetensors", optional=unmeasured),
+        credit=credit,
+        after=reader.read(Profile.load, folder / "after.safetensors", optional=True),
+        refreshes=refreshes,
+    )
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    """Folders ``<n>-...`` or ``rollout-<n>`` by their number; others are not ours."""
+    found = {path: _leading(path.name.removeprefix("rollout-")) for path in folder.glob(pattern) if path.is_dir()}
+    return sorted((path for path, number in found.items() if number >= 0), key=lambda path: (found[path], path.name))
+
+
+def _lines(reader: _Reader, path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file by rollout; of a rollout that was done twice (a resumed run), the last."""
     found, damaged = {}, 0
-    for line in (_tried(_text, path, absent) or "").splitlines():
+    for line in (reader.read(_text, path) or "").splitlines():
         try:
             row = json.loads(line)
             found[row["rollout"]] = {"metrics": {}, **row}
         except (ValueError, TypeError, KeyError):  # cut off in the middle of a write
             damaged += 1
     if damaged:
-        absent.append(f"{path.name} has {damaged} unreadable line(s), which are left out.")
+        reader.absent.append(f"{path.name} has {damaged} unreadable line(s), which are left out.")
     return [found[rollout] for rollout in sorted(found)]
-
-
-def _tried(read: Callable[[Path], _T], path: Path, absent: list[str]) -> _T | None:
-    """What ``read`` makes of a file, or None and a note."""
-    where = f"{path.parent.name}/{path.name}"
-    try:
-        return read(path)
-    except FileNotFoundError:
-        absent.append(f"There is no {where}.")
-    except (OSError, ValueError) as error:
-        absent.append(f"{where} could not be read ({error}).")
-    return None
 
 
 def _text(path: Path) -> str:

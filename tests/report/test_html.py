@@ -3,8 +3,10 @@ import re
 import shutil
 
 import pytest
+import torch
 
-from recast_lightning.credit import CreditMatrix
+from recast_lightning.credit import CreditMatrix, Profile
+from recast_lightning.credit.artefact import load_artefact, save_artefact
 from recast_lightning.report import write_report
 
 
@@ -13,15 +15,16 @@ def _report(run):
 
 
 @pytest.fixture(scope="module")
-def page(make_run, tmp_path_factory):
+def page(intact):
     """The report of an intact run."""
-    return _report(make_run(tmp_path_factory.mktemp("intact") / "my-run"))
+    return _report(intact)
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Reports without pictures of curves, which take most of the time."""
-    monkeypatch.setattr("recast_lightning.report.html._inline", lambda figure, alt: f"[{alt}]")
+    for module in ("html", "stage"):
+        monkeypatch.setattr(f"recast_lightning.report.{module}.inline", lambda figure, alt: f"[{alt}]")
 
 
 def _visible(page):
@@ -52,12 +55,18 @@ def test_stage_is_told_in_words(page):
     text = _visible(page)
     assert "Stage 1: warmup" in text
     assert re.search(r"ocr gains most at level [34] of 10 \(t = [34], σ = 0\.[34]0\), 2\.\d times its mean", text)
-    assert "flat is flattened: its gain is indistinguishable from flat" in text
-    assert "geneval is flattened" not in text
-    assert "64 proposals with 1 rollout each and level, 3520 network calls; Rényi order 2, posterior sde2" in text
-    assert "left out for a failed score: ocr 3." in text
-    assert re.search(r"Largest error of a budget: \d\.\de-\d\d", text)
-    assert "from pure noise (t = 10): the policy's own" in text.replace("&#x27;", "'")
+    assert "flat has a flat row" in text
+    assert "geneval has a flat row" not in text
+    assert (
+        "Measured on 16 prompts, 64 proposals: 1 rollout each from all 10 levels, in as many steps as the sampler's grid "
+        "pays for, 3520 network calls in all; posterior sde2, Rényi order 2."
+    ) in text.replace("&#x27;", "'")
+    assert "Cannot be told from flat: flat (weighted as static where the other rewards leave room)." in text
+    assert "mean reward of the proposals of the policy failed scores ocr 0.800 0.333 3 geneval 0.820 0.341 0" in text
+    assert "effective" not in text
+    assert re.search(
+        r"Largest error of a budget: \d\.\de-\d\d; of a level&#x27;s total \(1/T\): .*?; [1-9]\d* iterations\.", text
+    )
     assert "Static credit: every reward counts the same" in text
 
 
@@ -94,17 +103,108 @@ def test_diagnostics_show_first_and_last_rollout(page):
     assert "<tr><td>reward/ocr/mean</td><td>0.1</td><td>0.4</td></tr>" in page
 
 
+def test_stage_has_its_pictures(run, undrawn):
+    page = _report(run)
+    stage = page[page.index("Stage 1") : page.index("Stage 2")]
+    weights = "Weights by reward and noise level"
+    assert re.findall(r"\[([A-Z].*?)\]", stage) == [
+        "Discriminability gains", "Normalised gains", "Aggregate demand", weights, weights, "D before and after"
+    ]  # fmt: skip
+    assert re.findall(r"\[([A-Z].*?)\]", page[page.index("Stage 2") :]) == [weights]
+
+
+def test_what_the_stage_left_to_learn(page, intact):
+    text = _visible(page)
+    ends = [Profile.load(intact / "stages" / "1-warmup" / name).totals for name in ("profile", "after")]
+    cells = [f"{float(total[0]):.3f} ± {float(error[0]):.3f}" for total, error in ends]
+    assert f"D₀ − D_T (nats) before after ocr {cells[0]} {cells[1]} geneval" in text
+    assert float(ends[1][0][0]) < 0.2 * float(ends[0][0][0])
+
+
+def test_profiles_that_were_not_taken_are_said_so(run, undrawn):
+    folder = run / "stages" / "1-warmup"
+    (folder / "after.safetensors").unlink()
+    shutil.copy(folder / "profile.safetensors", run / "stages" / "2-second" / "after.safetensors")
+    text = _visible(_report(run))
+    first, second = text[: text.index("Stage 2")], text[text.index("Stage 2") :]
+    assert re.search(r"before after ocr 0\.876 ± 0\.\d+ not measured", first)
+    assert re.search(r"before after ocr not measured 0\.876 ± 0\.\d+", second)
+    assert "[D before and after]" not in text
+    assert "Not in this report" not in text
+
+
+def test_refreshes_are_told_with_their_weights(run, undrawn):
+    shutil.copytree(run / "stages" / "1-warmup" / "rollout-1", run / "stages" / "1-warmup" / "rollout-11")
+    (run / "stages" / "1-warmup" / "rollout-11" / "credit.safetensors").unlink()
+    shutil.copytree(run / "stages" / "1-warmup" / "rollout-1", run / "stages" / "1-warmup" / "rollout-2")
+    text = _visible(_report(run))
+    places = [text.index(f"Measured again before rollout {n}") for n in (2, 3, 12)]
+    assert places == sorted(places)
+    assert re.search(r"D₀ − D_T in nats: ocr 0\.438 ± 0\.\d+; geneval", text[places[0] :])
+    assert "[Weights by reward and noise level]" in text[places[1] : places[2]]
+    assert "Its weights are missing." in text[places[2] :]
+    assert text.count("Numbers are T·W") == 2  # once a stage
+    assert "Not in this report" not in text
+
+
+def test_damaged_extras_are_named(run, undrawn):
+    folder = run / "stages" / "1-warmup"
+    (folder / "after.safetensors").write_bytes(b"half")
+    (folder / "rollout-1" / "credit.safetensors").write_bytes(b"half")
+    shutil.copytree(folder / "rollout-1", folder / "rollout-old")  # no number: not ours
+    text = _visible(_report(run))
+    for name in ("after", "rollout-1/credit"):
+        assert f"stages/1-warmup/{name}.safetensors could not be read" in text
+    assert "Measured again before rollout 2" in text
+    assert text.count("Measured again") == 1
+
+
+def test_files_of_another_version_are_named(run, undrawn):
+    path = run / "stages" / "1-warmup" / "profile"
+    tensors, header = load_artefact(path, "recast profile")
+    save_artefact(path, "recast profile", tensors, {k: v for k, v in header.items() if k != "format"})
+    assert "is of another version of recast_lightning" in _visible(_report(run))
+    path = run / "stages" / "1-warmup" / "credit"
+    tensors, header = load_artefact(path, "recast credit matrix")
+    save_artefact(path, "recast credit matrix", tensors, header | {"surprise": 1})
+    assert "stages/1-warmup/credit.safetensors could not be read" in _visible(_report(run))
+
+
+def test_measurement_of_some_levels_with_own_proposals(run, undrawn, make_profile):
+    settings = {"steps": 20, "rollouts": [1, 2, 4], "mean_rewards": torch.full((1, 11), 0.5, dtype=torch.float64)}
+    profile = make_profile(["ocr"], measured=[1, 4, 10], importance=True, **settings)
+    folder = run / "stages" / "1-warmup"
+    profile.save(folder / "profile")
+    CreditMatrix.from_profile(profile, {"ocr": 1.0}).save(folder / "credit")
+    text = _visible(_report(run))
+    assert "1, 2, 4 rollouts each from levels 1, 4, 10 of 10 (the others are interpolated), in 20 steps from" in text
+    assert "of the proposals, weighted of the policy failed scores effective samples a prompt (of 4) ocr" in text
+    assert "ocr 0.500 0.500 3 2.500" in text
+    assert "no better than the policy&#x27;s own pictures for ocr." in text
+    assert "The gains of every reward can be told from flat." in text
+
+
+def test_flat_rewards_that_are_not_shrunk(run, undrawn, make_profile):
+    folder = run / "stages" / "1-warmup"
+    profile = make_profile(["ocr", "flat"])
+    profile.divergence[1, 4] -= 0.003  # within its noise
+    profile.save(folder / "profile")
+    CreditMatrix.from_profile(profile, {"ocr": 1.0, "flat": 1.0}, shrinkage="none").save(folder / "credit")
+    text = _visible(_report(run))
+    assert "Cannot be told from flat: flat. Taken as measured all the same: flat." in text
+
+
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
         ("evaluation.jsonl", "No evaluation was recorded"),
-        ("rollouts.jsonl", "There is no my-run/rollouts.jsonl."),
-        ("config.yaml", "There is no my-run/config.yaml."),
+        ("rollouts.jsonl", "There is no rollouts.jsonl."),
+        ("config.yaml", "There is no config.yaml."),
         ("images", "There is no images/prompts.json."),
         ("images/rollout-0004/001.png", "no picture"),
         ("stages", "Stage warmup left no measurement (a static stage needs none)."),
-        ("stages/1-warmup/profile.safetensors", "There is no 1-warmup/profile.safetensors."),
-        ("stages/1-warmup/credit.safetensors", "There is no 1-warmup/credit.safetensors."),
+        ("stages/1-warmup/profile.safetensors", "There is no stages/1-warmup/profile.safetensors."),
+        ("stages/1-warmup/credit.safetensors", "There is no stages/1-warmup/credit.safetensors."),
         ("stages/2-second/credit.safetensors", "Neither profile nor weights of this stage"),
     ],
 )
