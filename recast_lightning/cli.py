@@ -28,13 +28,22 @@ def plain_commands() -> dict[str, Any]:
 
 
 PLAIN = ("report", "signboard")
-EPILOG = "Also: recast report RUN (rebuild a run's report), recast signboard pretrain (train the embedded models)."
+EPILOG = (
+    "Also: recast weights PROFILE (build W from a saved profile), recast report RUN (rebuild a run's report), "
+    "recast signboard pretrain (train the embedded models)."
+)
 
 
 def fail(message: str) -> NoReturn:
     """Leave with one sentence and exit code 2."""
-    print(f"recast: error: {message}", file=sys.stderr)
+    print(f"recast: error: {_first_cause(message)}", file=sys.stderr)
     sys.exit(2)
+
+
+def _first_cause(message: str) -> str:
+    """The sentence that matters, of a message that lists why each of several types does not fit."""
+    causes = [line[4:] for line in message.splitlines() if line.startswith("  - ")]
+    return causes[0] if message.startswith("Does not validate against any of the Union") and causes else message
 
 
 def _checked(action: Callable[[], Any]) -> Any:
@@ -48,6 +57,11 @@ def _checked(action: Callable[[], Any]) -> Any:
 def main(args: Sequence[str] | None = None) -> None:
     """Run `recast` with the given arguments (default: the process's)."""
     arguments = list(sys.argv[1:] if args is None else args)
+    if arguments and arguments[0] == "weights":
+        from recast_lightning import weights
+
+        weights.main(arguments[1:])
+        return
     if arguments and arguments[0] in PLAIN:
         from jsonargparse import auto_cli
 
