@@ -2,60 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-import torch
-from torch import Tensor
 
 from recast_lightning import report
-from recast_lightning.credit import CreditMatrix, Profile, estimate_profile, profile_cost
+from recast_lightning.credit import CreditMatrix, Profile
 from recast_lightning.data import PromptDataModule
-from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
-from recast_lightning.prompts import Prompt
+from recast_lightning.profiling import measure_profile
 from recast_lightning.proposals import Proposals
-from recast_lightning.seeds import generator
-from recast_lightning.trainer import progress_of, run_folder
+from recast_lightning.stages import Stage
+from recast_lightning.trainer import run_folder
 
 
 class RenyiProfilerCallback(L.Callback):
     """Builds profile and W from the policy that enters a stage, once per stage; static stages need none.
 
-    Writes `stages/<n>-<name>/` in the run folder: profile and W (safetensors and JSON) and their pictures.
+    Writes `stages/<n>-<name>/` in the run folder: profile and W (safetensors and JSON) and their pictures; a profile of the
+    policy that leaves the stage (`after`); and what was measured anew within the stage (`rollout-<k>/`).
 
     Args:
         proposals: a strong generator's images of the first `num_prompts` training prompts.
-        num_prompts: proposals in a profile.
-        rollouts: conditional rollouts from each proposal and level.
+        num_prompts: prompts in a profile.
+        rollouts: conditional rollouts from each proposal, for all levels or for each measured one.
         order: Rényi order α.
         posterior: sampler of the conditional rollouts; `sde2` draws from the posterior, the others are biased.
+        steps: network calls of a rollout from pure noise (fewer from below), placed for the posterior; `auto`: as many as
+            cost no more than the sampler's own grid, and `grid`: that grid (the paper).
+        levels: measured levels (how many, or which); monotone interpolation fills the others. Default all.
         batch_size: rollouts in one network call.
         shrinkage: `auto` pulls gains that noise explains towards flat, `none` takes them as measured (the paper).
         temperature: τ of the kernel.
         profile: a saved profile to use instead of measuring.
+        refresh: measure anew within a stage after so many rollouts; default once per stage (the paper).
+        drift: measure anew when a check before each rollout says that ΣD has moved by more than this share.
+        drift_prompts: prompts of the check, which rolls out from the noisiest level only.
+        measure_after: measure the policy that leaves a stage, too, to report what is left of its D.
     """
 
     def __init__(
         self,
         proposals: Proposals,
         num_prompts: int = 96,
-        rollouts: int = 1,
+        rollouts: int | list[int] = 1,
         order: float = 2.0,
         posterior: Literal["sde2", "sde1", "ode"] = "sde2",
+        steps: int | Literal["auto", "grid"] = "auto",
+        levels: int | list[int] | None = None,
         batch_size: int = 48,
         shrinkage: Literal["auto", "none"] = "auto",
         temperature: float = 1.0,
         profile: str | None = None,
+        refresh: int | None = None,
+        drift: float | None = None,
+        drift_prompts: int = 24,
+        measure_after: bool = True,
     ) -> None:
-        if num_prompts < 2:
-            raise ValueError(f"num_prompts must be at least 2, got {num_prompts}: one proposal has no error bar.")
+        if min(num_prompts, drift_prompts) < 2:
+            raise ValueError(
+                f"num_prompts and drift_prompts must be at least 2, got {num_prompts} and {drift_prompts}: one prompt has no "
+                "error bar."
+            )
+        if refresh is not None and refresh < 1:
+            raise ValueError(f"refresh must be at least 1 rollout, got {refresh}.")
+        if drift is not None and not drift > 0:
+            raise ValueError(f"drift must be a positive share, got {drift}.")
+        if profile is not None and (refresh or drift):
+            raise ValueError(f"refresh and drift measure anew, but the profile {profile!r} is given: leave one out.")
         self.proposals, self.num_prompts, self.rollouts, self.order = proposals, num_prompts, rollouts, order
-        self.posterior, self.batch_size = posterior, batch_size
+        self.posterior, self.steps, self.levels, self.batch_size = posterior, steps, levels, batch_size
         self.shrinkage, self.temperature, self.profile = shrinkage, temperature, profile
+        self.refresh, self.drift, self.drift_prompts = refresh, drift, drift_prompts
+        self.measure_after = measure_after
+        self.measured_at = -1  # the rollout before which W was last built
+        self.drift_total: float | None = None  # ΣD of the check at that time
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to know: when W was built, and from which ΣD drift counts."""
+        return {"measured_at": self.measured_at, "drift_total": self.drift_total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.measured_at, self.drift_total = state["measured_at"], state["drift_total"]
 
     def validate_config(self, model: RecastModule, data: PromptDataModule) -> None:
         """Check the sources without loading a model.
@@ -67,6 +97,8 @@ class RenyiProfilerCallback(L.Callback):
         if self.profile is None:
             if measured:
                 self.proposals.validate(data.prompts["train"][: self.num_prompts])
+            for name in dict.fromkeys(name for stage in measured for name in stage.budgets):
+                model.reward_models[name].check_positive()
             return
         loaded = Profile.load(self.profile)
         if len(loaded.sigmas) != model.policy.num_steps + 1:
@@ -77,71 +109,114 @@ class RenyiProfilerCallback(L.Callback):
         for stage in measured:
             loaded.rows(list(stage.budgets))
 
+    # Hooks ---------------------------------------------------------------------------------------------------------
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write down the W that a resumed run brings along."""
         assert isinstance(pl_module, RecastModule)
         folder = run_folder(trainer)
         if trainer.is_global_zero and pl_module.credit_stage == pl_module.stage_index:
-            self._record(trainer, pl_module, folder, None, pl_module.current_credit())
+            self._record(trainer, pl_module, _stage_folder(folder, pl_module), None, pl_module.current_credit())
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Build W where the stage that begins here asks for one."""
+        """Build W where a stage begins, and where it is time to measure anew."""
         assert isinstance(pl_module, RecastModule)
-        if pl_module.credit_stage == pl_module.stage_index:
+        module, begins = pl_module, pl_module.credit_stage != pl_module.stage_index
+        if not begins and not (module.stage.credit != "static" and self._is_due(trainer, module)):
             return
-        profile, stage = None, pl_module.stage
-        if stage.credit != "static":
-            names = list(stage.budgets)
-            profile = Profile.load(self.profile) if self.profile else self.measure(trainer, pl_module, names)
+        profile = None
+        if module.stage.credit != "static":
+            names = list(module.stage.budgets)
+            profile = Profile.load(self.profile) if self.profile else self.measure(trainer, module, names)
+            if self.profile:
+                profile.check(names, module.policy.sigmas)
             credit = CreditMatrix.from_profile(
-                profile, stage.budgets, stage.credit, shrinkage=self.shrinkage, temperature=self.temperature
+                profile,
+                module.stage.budgets,
+                module.stage.credit,
+                shrinkage=self.shrinkage,
+                temperature=self.temperature,
             )
-            pl_module.set_credit(credit)
-        folder, credit = run_folder(trainer), pl_module.current_credit()
+            self.drift_total = self._drift_check(trainer, module) if self.drift else None
+        if begins:
+            self._left(trainer, module, module.stage_index - 1, profile)
+        if profile is not None:
+            module.set_credit(credit)
+        self.measured_at = trainer.current_epoch
+        folder = _stage_folder(run_folder(trainer), module)
+        if folder is not None and not begins:
+            folder = folder / f"rollout-{trainer.current_epoch}"
         if trainer.is_global_zero:
-            self._record(trainer, pl_module, folder, profile, credit)
+            self._record(trainer, module, folder, profile, module.current_credit())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure what the last stage left."""
+        assert isinstance(pl_module, RecastModule)
+        if trainer.current_epoch == sum(stage.rollouts for stage in pl_module.stages):
+            self._left(trainer, pl_module, len(pl_module.stages) - 1, None)
+
+    # What they do --------------------------------------------------------------------------------------------------
 
     def measure(self, trainer: L.Trainer, module: RecastModule, names: list[str]) -> Profile:
-        """Profile the trained policy as it is now; all processes compute the same numbers."""
-        prompts = module.data.prompts["train"][: self.num_prompts]
-        policy, device = module.policy, module.device
-        pictures = self.proposals.images(prompts, policy.height, policy.width)
-        chunks = range(0, len(prompts), self.batch_size)
-        latents = torch.cat([policy.encode(pictures[i : i + self.batch_size].to(device)) for i in chunks])
-        conditions = policy.encode_prompts([p.text for p in prompts])
+        """Profile the trained policy as it is now; all processes share the work and get the same numbers."""
+        run = run_folder(trainer)
+        return measure_profile(
+            trainer,
+            module,
+            names,
+            self.proposals,
+            self.num_prompts,
+            rollouts=self.rollouts,
+            order=self.order,
+            posterior=self.posterior,
+            steps=self.steps,
+            levels=self.levels,
+            batch_size=self.batch_size,
+            unfinished=run and run.parent / "unfinished",
+        )
 
-        def velocity(x: Tensor, sigma: Tensor, index: Tensor) -> Tensor:
-            return policy(x, sigma, conditions[index])
+    def _is_due(self, trainer: L.Trainer, module: RecastModule) -> bool:
+        """Whether W must be built anew within a stage."""
+        since = trainer.current_epoch - self.measured_at
+        if since < 1:
+            return False
+        if self.refresh is not None and since >= self.refresh:
+            return True
+        return self.drift is not None and has_drifted(self.drift_total, self._drift_check(trainer, module), self.drift)
 
-        total = profile_cost(len(prompts), policy.num_steps, self.rollouts)
-        with progress_of(trainer, f"profiling {', '.join(names)}", total) as advance, policy.adapter("default"):
-            done = 0
+    def _drift_check(self, trainer: L.Trainer, module: RecastModule) -> float:
+        """ΣD of the stage's rewards from a few prompts, rolled out from the noisiest level only."""
+        total, _ = measure_profile(
+            trainer,
+            module,
+            [name for name, budget in module.stage.budgets.items() if budget > 0],
+            self.proposals,
+            self.drift_prompts,
+            rollouts=self.rollouts if isinstance(self.rollouts, int) else max(self.rollouts),
+            order=self.order,
+            posterior=self.posterior,
+            steps=self.steps,
+            levels=[module.policy.num_steps],
+            batch_size=self.batch_size,
+        ).totals
+        return float(total.sum())
 
-            def progress(calls: int) -> None:
-                nonlocal done
-                advance(calls - done)
-                done = calls
-
-            with trainer.precision_plugin.forward_context(), _user_errors():
-                return estimate_profile(
-                    velocity,
-                    latents,
-                    _image_rewards(module, prompts, names),
-                    policy.sigmas,
-                    rollouts=self.rollouts,
-                    order=self.order,
-                    posterior=self.posterior,
-                    generator=generator(module.seed, "profile", module.stage_index),
-                    batch_size=self.batch_size,
-                    progress=progress,
-                    metadata={"policy": policy.path, "proposals": type(self.proposals).__name__},
-                )
+    def _left(self, trainer: L.Trainer, module: RecastModule, index: int, profile: Profile | None) -> None:
+        """Record the D of the policy that leaves stage `index`, from the next stage's profile if that has all its rewards."""
+        stage = module.stages[index] if index >= 0 else None
+        if not self.measure_after or self.profile or stage is None or stage.credit == "static":
+            return
+        names = list(stage.budgets)
+        after = profile if profile and set(names) <= set(profile.rewards) else self.measure(trainer, module, names)
+        run = run_folder(trainer)
+        if run is not None and trainer.is_global_zero:
+            after.save(_folder(run, index, stage) / "after")
 
     def _record(
         self,
         trainer: L.Trainer,
         module: RecastModule,
-        run: Path | None,
+        folder: Path | None,
         profile: Profile | None,
         credit: CreditMatrix,
     ) -> None:
@@ -150,14 +225,20 @@ class RenyiProfilerCallback(L.Callback):
         for logger in trainer.loggers:
             for name, row in zip(credit.rewards, credit.level_weights.tolist(), strict=True):
                 logger.log_metrics({f"credit/{stage}/{name}/level_{t}": w for t, w in enumerate(row, 1)}, step=step)
-        if run is None:
+        if folder is None:
             return
-        folder = run / "stages" / f"{module.stage_index + 1}-{stage}"
         credit.save(folder / "credit")
         figures = {"weights": report.weight_heatmap(credit)}
         if profile is not None:
             profile.save(folder / "profile")
-            figures |= {"gain_curves": report.gain_curves(profile), "normalized_gains": report.normalized_gains(credit)}
+            totals = dict(zip(profile.rewards, profile.totals[0].tolist(), strict=True))
+            for logger in trainer.loggers:
+                logger.log_metrics({f"divergence/{name}": total for name, total in totals.items()}, step=step)
+            figures |= {
+                "gain_curves": report.gain_curves(profile),
+                "normalized_gains": report.normalized_gains(credit),
+                "demand": report.demand(profile),
+            }
         for name, figure in figures.items():
             path = report.save_figure(figure, folder / f"{name}.png")
             for logger in trainer.loggers:
@@ -165,28 +246,14 @@ class RenyiProfilerCallback(L.Callback):
                     logger.log_image(f"credit/{stage}/{name}", [str(path)], step=step)
 
 
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """A reward that cannot be profiled is the user's to mend."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
+def has_drifted(before: float | None, now: float, share: float) -> bool:
+    """Whether ΣD (nats) has moved by more than a share of what it was; always, where it was never measured."""
+    return before is None or abs(now - before) > share * abs(before)
 
 
-def _image_rewards(
-    module: RecastModule, prompts: list[Prompt], names: list[str]
-) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Rewards of latents; they are decoded once for all rewards."""
-    last: dict[str, Any] = {"latents": None}
+def _stage_folder(run: Path | None, module: RecastModule) -> Path | None:
+    return None if run is None else _folder(run, module.stage_index, module.stage)
 
-    def make(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-        def reward(x0: Tensor, index: Tensor) -> Tensor:
-            if last["latents"] is not x0:
-                last.update(latents=x0, images=module.policy.decode(x0))
-            scores = module.score(last["images"], [prompts[i] for i in index.tolist()], [name])[:, 0]
-            return module.reward_models[name].positive(scores)
 
-        return reward
-
-    return {name: make(name) for name in names}
+def _folder(run: Path, index: int, stage: Stage) -> Path:
+    return run / "stages" / f"{index + 1}-{stage.name}"

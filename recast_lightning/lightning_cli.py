@@ -18,6 +18,7 @@ from recast_lightning.cli import EPILOG, _checked, fail
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
+from recast_lightning.profile_command import RecastTrainer
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
 
@@ -42,10 +43,15 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RecastCLI(LightningCLI):
-    """`recast fit | validate | test | predict`."""
+    """`recast fit | validate | test | predict | profile`."""
 
     model: RecastModule
     datamodule: PromptDataModule
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `profile`."""
+        return {**LightningCLI.subcommands(), "profile": {"model", "datamodule"}}
 
     @classmethod
     def run(cls, args: list[str] | None) -> None:
@@ -78,6 +84,7 @@ class RecastCLI(LightningCLI):
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=False,
+            trainer_class=RecastTrainer,
             trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
             auto_configure_optimizers=False,
             parser_kwargs={"epilog": EPILOG},

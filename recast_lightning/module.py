@@ -83,9 +83,8 @@ class RecastModule(SamplingModule):
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
-        self.ema_decay = ema_decay
+        self.ema_decay, self.seed = ema_decay, seed
         self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
-        self.seed = seed
         self.synced_rollout = 0  # the rollout that the old policy was last updated for
         self.credit: CreditMatrix | None = None
         self.credit_stage = -1

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ _log = logging.getLogger(__name__)
 _HOW_TO_SUPPLY = {
     "ocr": 'read the prompts with ocr=True, or give the text to be drawn under the key "ocr" of a .jsonl file',
     "include": 'use a .jsonl file in GenEval\'s format, for example {"prompt": ..., "tag": ..., "include": [...]}',
+}
+
+
+PositiveMap = Literal["floor", "exp", "sigmoid"]
+_POSITIVE: dict[PositiveMap, Callable[[Tensor], Tensor]] = {
+    "floor": lambda scores: scores.clamp(min=0),
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
 }
 
 
@@ -37,10 +45,13 @@ class RewardModel(nn.Module, ABC):
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool] = False
-    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    score_range: tuple[float, float] = (0.0, 1.0)
 
-    def __init__(self) -> None:
+    def __init__(self, positive_map: PositiveMap | None = None) -> None:
         super().__init__()
+        if positive_map is not None and positive_map not in _POSITIVE:
+            raise ValueError(f"positive_map is {positive_map!r}: expected one of {', '.join(_POSITIVE)}.")
+        self.positive_map = positive_map
         self.failed = 0
         self._device = torch.device("cpu")
         self._loaded: Any = None
@@ -53,10 +64,21 @@ class RewardModel(nn.Module, ABC):
     def positive(self, scores: Tensor) -> Tensor:
         """Scores as weights of the positive policy, which must not be negative; a profile measures these.
 
-        The default changes nothing, and a profile refuses a score below 0: a signed reward overrides this with an increasing
-        map to non-negative numbers.
+        They are the scores themselves, or what `positive_map` makes of them: an increasing map to numbers ≥ 0.
         """
-        return scores
+        return scores if self.positive_map is None else _POSITIVE[self.positive_map](scores)
+
+    def check_positive(self) -> None:
+        """Check that a profile of this reward is possible.
+
+        Raises:
+            ValueError: If it can score below 0 and no map mends that.
+        """
+        if self.positive(torch.tensor(self.score_range[:1])).lt(0).any():
+            raise ValueError(
+                f"{self.name} can score below 0 (down to {self.score_range[0]:g}), which is no weight of a positive policy: "
+                f"give it a positive_map ({', '.join(_POSITIVE)}), or train with credit: static."
+            )
 
     def validate(self) -> None:
         """Check, without loading anything, that paths and packages are there.

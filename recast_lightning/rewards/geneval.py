@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recast_lightning.prompts import Prompt
-from recast_lightning.rewards.base import RewardModel
+from recast_lightning.rewards.base import PositiveMap, RewardModel
 from recast_lightning.rewards.detectors import Box, Detection, Detector
 
 Mode = Literal["partial", "strict", "official", "upstream_partial"]
@@ -28,6 +28,7 @@ class GenEval(RewardModel):
             surplus objects.
         threshold: Objects must be more certain than this. None: the detector's choice.
         counting_threshold: The same for prompts with the tag ``counting``.
+        positive_map: What makes a profile of ``upstream_partial`` possible, see :meth:`RewardModel.positive`.
     """
 
     name = "geneval"
@@ -40,12 +41,15 @@ class GenEval(RewardModel):
         mode: Mode = "partial",
         threshold: float | None = None,
         counting_threshold: float | None = None,
+        positive_map: PositiveMap | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(positive_map)
         if mode not in get_args(Mode):
             raise ValueError(f'mode is "{mode}": expected one of {", ".join(get_args(Mode))}.')
         self.detector = detector
         self.mode = mode
+        if mode == "upstream_partial":
+            self.score_range = (-math.inf, 1.0)
         self.threshold = detector.threshold if threshold is None else threshold
         self.counting_threshold = detector.counting_threshold if counting_threshold is None else counting_threshold
 

@@ -23,7 +23,13 @@ def test_a_run_leaves_profile_credit_evaluations_report_and_adapter(run):
     profile = Profile.load(run / "stages/1-warmup/profile")
     credit = CreditMatrix.load(run / "stages/1-warmup/credit")
     assert profile.rewards == credit.rewards == ["clip", "hpsv2"]
-    assert profile.network_calls == 4 * 6
+    assert profile.network_calls == 4 * 5
+    assert profile.metadata["fingerprints"].keys() == {"policy", "prompts"}
+    after = Profile.load(run / "stages/1-warmup/after")
+    assert after.rewards == profile.rewards
+    assert after.metadata["fingerprints"]["prompts"] == profile.metadata["fingerprints"]["prompts"]
+    assert after.metadata["fingerprints"]["policy"] != profile.metadata["fingerprints"]["policy"]
+    assert not (run / "stages/2-text/after.safetensors").exists()  # static: never measured
     assert max(credit.residuals) < 1e-6
     assert CreditMatrix.load(run / "stages/2-text/credit").level_weights.tolist() == [[1 / 3] * 3, [2 / 3] * 3]
     evaluations = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
