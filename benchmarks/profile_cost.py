@@ -32,7 +32,7 @@ REWARDS = {
     "ocr": OCR(detect=False),
     "geneval": GenEval(detector=SignboardDetector()),
 }
-REFERENCE, SMALL = range(1280), range(1280, 1408)
+REFERENCE, SMALL, LARGER = range(1280), range(1280, 1408), range(1280, 1792)
 
 
 class Study:
@@ -111,19 +111,26 @@ def main(folder: Path, num_levels: int, variants: dict[str, dict]) -> None:
     levels, measured, naive_calls = study.naive(SMALL)
     naive, naive_error = study.curves(levels, measured)
     table = Table(title=f"T = {num_levels}: {len(SMALL)} prompts; Pearson with a profile of {len(REFERENCE)}")
-    for title in ("variant", "calls", *[f"{name} r" for name in REWARDS], "variance / naive", "calls for equal error"):
+    for title in (
+        "variant",
+        "calls a prompt",
+        *[f"{name} r" for name in REWARDS],
+        "variance / naive",
+        "calls for equal error",
+    ):
         table.add_column(title, justify="left" if title == "variant" else "right")
 
-    def add(name, calls, divergence, error):
-        variance = (error.square().mean(1) / naive_error.square().mean(1)).mean()
+    def add(name, calls, divergence, error, prompts=SMALL):
+        variance = (error.square().mean(1) / naive_error.square().mean(1)).mean() * len(prompts) / len(SMALL)
         cells = [f"{r:.3f}" for r in correlations(divergence, reference)]
         cost = float(variance * calls / naive_calls)
         table.add_row(name, str(calls), *cells, f"{variance:.3f}", f"{cost:.3f} = 1/{1 / cost:.1f}")
 
     add("naive: own grid, own noise", naive_calls, naive, naive_error)
     for name, options in variants.items():
-        levels, measured, calls = study.packed(name, SMALL, **options)
-        add(name, calls, *study.curves(levels, measured))
+        prompts = LARGER if "512" in name else SMALL
+        levels, measured, calls = study.packed(name, prompts, **options)
+        add(name, calls, *study.curves(levels, measured), prompts)
     Console(width=150).print(table)
 
 
@@ -135,12 +142,13 @@ if __name__ == "__main__":
         10: {
             "common noise": {"steps": "grid"}, "placed steps": {"steps": "auto"}, "steps 5": {"steps": 5},
             "steps 4": {"steps": 4}, "levels 6": {"levels": 6}, "levels 6, steps 5": {"levels": 6, "steps": 5},
-            "antithetic": {"rollouts": 2},
+            "antithetic": {"rollouts": 2}, "levels 6, allocated": {"levels": 6, "rollouts": [1, 1, 2, 2, 2, 1]},
+            "levels 6, 512 prompts": {"levels": 6},
         },
         25: {
             "common noise": {"steps": "grid"}, "placed steps": {"steps": "auto"}, "steps 8": {"steps": 8},
             "steps 5": {"steps": 5}, "levels 8": {"levels": 8}, "levels 8, steps 8": {"levels": 8, "steps": 8},
-            "levels 8, steps 5": {"levels": 8, "steps": 5},
+            "levels 8, steps 5": {"levels": 8, "steps": 5}, "levels 8, steps 8, 512 prompts": {"levels": 8, "steps": 8},
         },
     }  # fmt: skip
     for levels in [int(t) for t in sys.argv[2:]] or VARIANTS:

@@ -40,12 +40,16 @@ class RewardModel(nn.Module, ABC):
         differentiable: Whether :meth:`score` passes gradients back to the images.
         score_range: The smallest and the largest score possible.
         failed: How many images could not be scored so far.
+        version: Of the checkpoint that scores are comparable within.
+        licence: Of the weights; empty where there are none.
     """
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[bool] = False
     score_range: tuple[float, float] = (0.0, 1.0)
+    version: ClassVar[str] = ""
+    licence: ClassVar[str] = ""
 
     def __init__(self, positive_map: PositiveMap | None = None) -> None:
         super().__init__()
