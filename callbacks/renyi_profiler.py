@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import torch
 
 from recast_lightning import report
 from recast_lightning.credit import CreditMatrix, Profile
+from recast_lightning.credit.plan import check_order, make_plan
 from recast_lightning.data import PromptDataModule
 from recast_lightning.module import RecastModule
 from recast_lightning.profiling import measure_profile
@@ -91,10 +93,14 @@ class RenyiProfilerCallback(L.Callback):
         """Check the sources without loading a model.
 
         Raises:
-            ValueError: if proposals, prompts or the saved profile are missing.
+            ValueError: if a setting is out of range, or proposals, prompts or the saved profile are missing.
         """
         measured = [stage for stage in model.stages if stage.credit != "static"]
         if self.profile is None:
+            levels = torch.linspace(0, 1, model.policy.num_steps + 1)  # only their number matters here
+            check_order(
+                self.order, make_plan(levels, rollouts=self.rollouts, steps=self.steps, levels=self.levels).rollouts
+            )
             if measured:
                 self.proposals.validate(data.prompts["train"][: self.num_prompts])
             for name in dict.fromkeys(name for stage in measured for name in stage.budgets):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recast_lightning.credit.curves import Curve, bootstrap_weights, estimate_curve, interpolate
-from recast_lightning.credit.plan import Steps, make_plan
+from recast_lightning.credit.plan import Steps, check_order, make_plan
 from recast_lightning.credit.profile import Profile
 from recast_lightning.credit.rollouts import Keeper, Rollouts
 from recast_lightning.flow import Posterior, Velocity
@@ -99,7 +99,7 @@ def estimate_profile(
         ValueError: If an argument is out of range, or a reward is negative, fails throughout or cannot be measured.
     """
     plan = make_plan(sigmas, rollouts=rollouts, steps=steps, levels=levels, posterior=posterior)
-    groups = _checked(proposals, rewards, order, min(plan.rollouts), batch_size, prompts)
+    groups = _checked(proposals, rewards, order, plan.rollouts, batch_size, prompts)
     device = None if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
     own = torch.arange(rank, len(proposals), world_size)
@@ -171,7 +171,7 @@ def _checked(
     proposals: Tensor,
     rewards: dict[str, Reward],
     order: float,
-    rollouts: int,
+    rollouts: Sequence[int],
     batch_size: int,
     prompts: Sequence[int] | None,
 ) -> Tensor:
@@ -181,13 +181,7 @@ def _checked(
             "proposals, rewards and batch_size must each be at least one, got "
             f"{len(proposals)}, {len(rewards)} and {batch_size}."
         )
-    if not order > 0:
-        raise ValueError(f"order must be positive, got {order}.")
-    if order != 2 and rollouts < 2:
-        raise ValueError(
-            f"Order {order:g} needs at least 2 rollouts a proposal and level, got {rollouts}: it is a nested mean, whose "
-            "bias one rollout cannot show. Use order 2, or 8 rollouts and more."
-        )
+    check_order(order, rollouts)
     if prompts is None:
         return torch.arange(len(proposals))
     if len(prompts) != len(proposals):

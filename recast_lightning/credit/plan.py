@@ -74,6 +74,21 @@ def make_plan(
     return _tabulate(chosen, per_level, grids, [posterior_steps(g, posterior) for g in grids])
 
 
+def check_order(order: float, rollouts: Sequence[int]) -> None:
+    """Whether an order can be estimated from so many rollouts.
+
+    Raises:
+        ValueError: If it is not positive, or nested and a level has one rollout only.
+    """
+    if not order > 0:
+        raise ValueError(f"order must be positive, got {order}.")
+    if order != 2 and min(rollouts) < 2:
+        raise ValueError(
+            f"Order {order:g} needs at least 2 rollouts a proposal and level, got {min(rollouts)}: it is a nested mean, "
+            "whose bias one rollout cannot show. Use order 2, or 8 rollouts and more."
+        )
+
+
 def _tabulate(levels: list[int], rollouts: list[int], grids: list[list[float]], rows: list[list[Step]]) -> Plan:
     clock = sorted({_snr(step.sigma) for row in rows for step in row} | {0.0})
     places = {snr: k for k, snr in enumerate(clock)}

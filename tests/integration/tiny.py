@@ -37,7 +37,7 @@ def config(folder: Path, **changes) -> Path:
         "init_args": {"save_dir": str(folder), "name": "run"},
     }
     text["trainer"]["logger"] = [logger]
-    text["trainer"]["callbacks"][0]["init_args"] |= {"num_prompts": 4}
+    text["trainer"]["callbacks"][0]["init_args"] |= {"num_prompts": 4, "levels": None}
     text["trainer"]["callbacks"][-1]["init_args"] = {"save_last": True, "every_n_train_steps": 1, "save_top_k": -1}
     for path, value in changes.items():
         *parents, last = path.split("__")
