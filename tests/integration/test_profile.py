@@ -124,7 +124,7 @@ def test_the_policys_own_images_serve_where_they_are_good_enough(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "changes", "message"),
     [
-        (["--rewards", "[beauty]"], {}, "There is no reward 'beauty' to profile; configured are clip, hpsv2"),
+        (["--rewards", "[beauty]"], {}, "There is no reward 'beauty' to profile; configured are clip, geneval, hpsv2"),
         ([], {"trainer__callbacks": []}, "There is nothing to profile with: add RenyiProfilerCallback"),
         (
             [],
