@@ -30,7 +30,7 @@ def plain_commands() -> dict[str, Any]:
 PLAIN = ("report", "signboard")
 EPILOG = (
     "Also: recast weights PROFILE (build W from a saved profile), recast report RUN (rebuild a run's report), "
-    "recast signboard pretrain (train the embedded models)."
+    "recast signboard pretrain (train the embedded models), recast prompts (write a set of training prompts)."
 )
 
 
@@ -61,6 +61,11 @@ def main(args: Sequence[str] | None = None) -> None:
         from recast_lightning import weights
 
         weights.main(arguments[1:])
+        return
+    if arguments and arguments[0] == "prompts":
+        from recast_lightning import prompt_sets
+
+        prompt_sets.main(arguments[1:])
         return
     if arguments and arguments[0] in PLAIN:
         from jsonargparse import auto_cli

@@ -43,15 +43,15 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RecastCLI(LightningCLI):
-    """`recast fit | validate | test | predict | profile`."""
+    """`recast fit | validate | test | predict | profile | doctor`."""
 
     model: RecastModule
     datamodule: PromptDataModule
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and `profile`."""
-        return {**LightningCLI.subcommands(), "profile": {"model", "datamodule"}}
+        """Lightning's, `profile` and `doctor`."""
+        return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in ("profile", "doctor")}}
 
     @classmethod
     def run(cls, args: list[str] | None) -> None:
@@ -117,6 +117,8 @@ class RecastCLI(LightningCLI):
             checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
             if checkpoint is not None and not Path(checkpoint).is_file():
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
+            if self.subcommand == "doctor":
+                return  # finds all faults, not the first
             self.model.validate_config(self.datamodule, self.trainer.world_size)
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.data import PromptDataModule
-from recast_lightning.errors import UserError
 from recast_lightning.flow import noise_to
-from recast_lightning.objective import group_advantages, nft_terms, old_policy_decay, optimality_probability
+from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
 from recast_lightning.policy import Policy
 from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples, rollout_metrics
@@ -40,6 +39,10 @@ class RecastModule(SamplingModule):
         kl_weight: weight of mean (v_θ − v_ref)²; 0 spares the reference's forward.
         advantage_clip: c of DiffusionNFT.
         advantage_std: `level` (all samples of a level, as published) or `group`.
+        aggregation: `sum` (advantages of the weighted sum, as published) or `per_reward` (of each reward, then summed).
+        num_workers: processes, and as many threads, in which slow rewards score while sampling goes on; 0 for none.
+        reward_device: where rewards score, e.g. `cpu` or `cuda:1`; default the policy's device.
+        failure_share: a rollout in which more than this share of a reward's scores failed stops the run.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
         warmup_steps: optimizer steps over which the learning rate rises to its value; AdamW's first steps are mostly noise.
@@ -64,6 +67,10 @@ class RecastModule(SamplingModule):
         kl_weight: float = 1e-4,
         advantage_clip: float = 5.0,
         advantage_std: Literal["level", "group"] = "level",
+        aggregation: Literal["sum", "per_reward"] = "sum",
+        num_workers: int = 0,
+        reward_device: str | None = None,
+        failure_share: float = 0.5,
         learning_rate: float = 3e-4,
         weight_decay: float = 1e-4,
         warmup_steps: int = 0,
@@ -73,15 +80,20 @@ class RecastModule(SamplingModule):
         old_maximum: float = 0.5,
         seed: int = 0,
     ) -> None:
-        super().__init__(policy, rewards)
+        super().__init__(policy, rewards, num_workers, reward_device)
         check_stages(stages, rewards)
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
         if not 0 < timestep_fraction <= 1:
             raise ValueError(f"timestep_fraction must be in (0, 1], got {timestep_fraction}.")
+        if not 0 <= failure_share <= 1:
+            raise ValueError(f"failure_share must be in [0, 1], got {failure_share}.")
+        if aggregation not in ("sum", "per_reward"):
+            raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {aggregation!r}.")
         self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
+        self.aggregation, self.failure_share = aggregation, failure_share
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.ema_decay, self.seed = ema_decay, seed
         self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
@@ -99,13 +111,7 @@ class RecastModule(SamplingModule):
             ValueError: naming the first thing that is wrong.
         """
         check_sizes(data.prompts_per_rollout, data.group_size, self.micro_batch_size, world_size)
-        self.policy.validate()
-        for model in self.reward_models.values():
-            model.validate()
-        data.load(ocr=any("ocr" in model.needs for model in self.reward_models.values()))
-        for model in self.reward_models.values():
-            for prompts in data.prompts.values():
-                model.check_prompts(prompts)
+        self.check_inputs(data)
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
@@ -174,18 +180,22 @@ class RecastModule(SamplingModule):
         samples = plan_samples(planned, self.data.group_size, rank, world, self.seed, rollout)
         prompts = [self.data.prompts["train"][s.prompt] for s in samples]
         latents, scores, started = [], [], time.perf_counter()
-        with progress_of(self.trainer, f"rollout {rollout + 1}: sampling", len(samples)) as advance:
+        bar = progress_of(self.trainer, f"rollout {rollout + 1}: sampling", len(samples))
+        with self.scoring.running(), bar as advance:
             for start in range(0, len(samples), self.rollout_batch_size):
                 chunk = slice(start, start + self.rollout_batch_size)
                 keys = [(self.seed, "rollout", rollout, s.group, s.image) for s in samples[chunk]]
                 x0 = self.draw(keys, prompts[chunk], "old")
-                scores.append(self.score(self.policy.decode(x0), prompts[chunk], credit.rewards))
+                scores.append(self.scoring.submit(self.policy.decode(x0), prompts[chunk], credit.rewards))
                 latents.append(x0.cpu())
                 advance(len(keys))
+            rewards = torch.cat([batch.result() for batch in scores])
         seconds = time.perf_counter() - started
-        rewards = torch.cat(scores)
         optimality = self._optimality(rewards, samples, credit, rollout)
-        self._log_rollout({"rollout/images_per_second": len(samples) * world / seconds, "rollout/seconds": seconds})
+        images = len(samples) * world
+        self.rollout_metrics |= {"rollout/images_per_second": images / seconds, "rollout/seconds": seconds}
+        trained = [name for name, budget in credit.budgets.items() if budget]  # others may fail without harm
+        self.log_rollout(self.rollout_metrics, trained, images, self.failure_share)
         return RolloutBuffer(samples, torch.cat(latents), [p.text for p in prompts], optimality)
 
     def _update_old(self, rollout: int) -> None:
@@ -197,23 +207,16 @@ class RecastModule(SamplingModule):
 
     def _optimality(self, rewards: Tensor, samples: list[Sample], credit: CreditMatrix, rollout: int) -> Tensor:
         """R [N, T] of this process's rewards [N, R]; group and level statistics are over all processes."""
-        own = torch.cat([rewards, torch.tensor([[float(s.group)] for s in samples])], 1).to(self.device)
-        gathered: Any = self.all_gather(own)
-        everyone = gathered.reshape(-1, own.shape[1]).cpu()
-        rewards, groups = everyone[:, :-1], everyone[:, -1].long()
-        used = credit.weights.sum(1) > 0  # a reward without a budget may fail without harm
-        level_rewards = rewards[:, used].double() @ credit.level_weights[used]
-        advantages = group_advantages(level_rewards, groups, std=self.advantage_std)
+        rewards, groups = self.gather_scores(rewards, [s.group for s in samples])
+        advantages = level_advantages(
+            rewards, credit.level_weights, groups, aggregation=self.aggregation, std=self.advantage_std
+        )
+        self.warn_of_constants(credit.rewards, rewards, rollout)
         r = optimality_probability(advantages, self.advantage_clip).float()
         place = {"rollout": float(rollout + 1), "stage": float(self.stage_index)}
         self.rollout_metrics = place | rollout_metrics(credit.rewards, rewards, advantages, r)
         mine = slice(self.trainer.global_rank * len(samples), (self.trainer.global_rank + 1) * len(samples))
         return r[mine]
-
-    def _log_rollout(self, metrics: dict[str, float]) -> None:
-        self.rollout_metrics |= metrics
-        for logger in self.trainer.loggers:
-            logger.log_metrics(self.rollout_metrics, step=self.global_step)
 
     def train_item(self, buffer: RolloutBuffer, rollout: int, place: int) -> TrainItem:
         """Item `place` of an epoch: micro-batches in order, each at some or all levels in an order of its own."""
@@ -269,9 +272,8 @@ class RecastModule(SamplingModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm."""
         norms = [p.grad.norm() for p in self.policy.adapter_parameters("default") if p.grad is not None]
-        self.log(
-            "train/grad_norm", torch.stack(norms).norm(), on_epoch=True, on_step=False, sync_dist=True, batch_size=1
-        )
+        norm = torch.stack(norms).norm()
+        self.log("train/grad_norm", norm, on_epoch=True, on_step=False, sync_dist=True, batch_size=1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then let the evaluated adapter follow."""
@@ -289,13 +291,7 @@ class RecastModule(SamplingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
-        own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
-        theirs = {(k, v.shape) for k, v in checkpoint["state_dict"].items()}
-        if own != theirs:
-            raise UserError(
-                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
-                f"{self.policy.lora_rank}: {len(own & theirs)} of {len(own)} weights match by name and shape."
-            )
+        self.check_adapters(checkpoint["state_dict"])
         state = checkpoint["recast"]
         self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]
         self.credit = CreditMatrix(**state["credit"]) if "credit" in state else None

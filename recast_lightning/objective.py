@@ -1,6 +1,6 @@
 """DiffusionNFT (Zheng et al. 2025, arXiv 2509.16117) as pure functions: rewards to advantages to a loss per sample.
 
-Shape legend: B batch, N samples of a rollout, T noise levels; ``...`` is any data shape.
+Shape legend: B batch, N samples of a rollout, R rewards, T noise levels; ``...`` is any data shape.
 """
 
 from typing import Literal, NamedTuple
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from recast_lightning.flow import velocity_to_x0
+
+Aggregation = Literal["sum", "per_reward"]
+Spread = Literal["level", "group"]
 
 
 class NFTTerms(NamedTuple):
@@ -80,16 +83,60 @@ def nft_loss(
     return nft_terms(velocity, velocity_old, x_sigma, x0, sigma, r, beta=beta, advantage_clip=advantage_clip).loss
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, *, std: Literal["level", "group"] = "level", eps: float = 1e-4
+def level_advantages(
+    rewards: Tensor,
+    level_weights: Tensor,
+    groups: Tensor,
+    *,
+    aggregation: Aggregation = "sum",
+    std: Spread = "level",
+    eps: float = 1e-4,
 ) -> Tensor:
+    """Advantages at each level of rewards that count differently from level to level.
+
+    With w = ``level_weights`` (T W, so that they sum to 1 at each level) and `group_advantages` A[.]:
+
+        sum         A_t = A[sum_i w_i,t r_i]                              (DiffusionNFT; ReCAST weighs the rewards)
+        per_reward  A_t = S_t / (rms S_t + eps),  S_t = sum_i w_i,t A[r_i]       (GDPO, arXiv 2601.05242)
+
+    GDPO's last step normalises S_t over the batch. Every group of S_t has mean 0, so that only the scale is left to do:
+    the rms over all samples is the std, and a group without differences keeps exactly 0.
+
+    A sample that lacks a score gets NaN. ``sum`` leaves it out of its group altogether; ``per_reward`` leaves it out of
+    the statistics of the reward that failed, and its other scores still serve its group. Rewards without weight at any
+    level are ignored.
+
+    Args:
+        rewards: r, [N, R], not finite where a score failed.
+        level_weights: w, [R, T].
+        groups: Which prompt each sample answers, [N]; any integers.
+        aggregation: See above.
+        std: Of `group_advantages`; for ``per_reward``, ``level`` means all samples of that reward.
+        eps: Added to every std.
+
+    Returns:
+        Advantages, [N, T], in float64.
+    """
+    if aggregation not in ("sum", "per_reward"):
+        raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {aggregation!r}.")
+    used = level_weights.ne(0).any(1)
+    scores, weights = rewards[:, used].double(), level_weights[used].double()
+    if aggregation == "sum":
+        return group_advantages(scores @ weights, groups, std=std, eps=eps)
+    total = group_advantages(scores, groups, std=std, eps=eps) @ weights
+    valid = total.isfinite()
+    scale = _group_mean(total.square(), valid, torch.zeros_like(groups)).sqrt()
+    return torch.where(scale > 0, total / (scale + eps), 0.0).where(valid, torch.nan)
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, *, std: Spread = "level", eps: float = 1e-4) -> Tensor:
     """Advantages A = (reward - group mean) / (std + eps), at each noise level on its own.
 
     A group of equal rewards gets exactly 0, whatever the constant: everything is measured from the group's smallest
     reward. Rewards that are not finite are left out of mean and std and get NaN, for the caller to drop.
 
     Args:
-        rewards: [N] or [N, T] (one reward a level).
+        rewards: [N], or [N, ...] with columns that do not see each other (levels or rewards).
         groups: Which prompt each sample answers, [N]; any integers.
         std: ``level`` for the (population) std over all samples of a level, ``group`` for that of the sample's group.
         eps: Added to the std.

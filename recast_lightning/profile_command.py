@@ -1,4 +1,4 @@
-"""`recast profile`: a profile of a configured policy, without training."""
+"""`recast profile` and `recast doctor`: measure or examine a configuration without training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from recast_lightning import report
 from recast_lightning.callbacks.renyi_profiler import RenyiProfilerCallback
 from recast_lightning.credit import Profile
 from recast_lightning.data import PromptDataModule
+from recast_lightning.doctor import examine, findings_table
 from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
 from recast_lightning.trainer import ShowsTasks, run_folder
 
 
 class RecastTrainer(L.Trainer):
-    """A Trainer that can also profile."""
+    """A Trainer that can also profile, and examine what it would run."""
 
     def profile(
         self,
@@ -44,6 +45,26 @@ class RecastTrainer(L.Trainer):
         self.callbacks: list[L.Callback] = [measuring, *(c for c in self.callbacks if isinstance(c, ShowsTasks))]
         datamodule.predict_dataloader = lambda: DataLoader(_Nothing())  # type: ignore[method-assign]
         self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, return_predictions=False)
+
+    def doctor(self, model: RecastModule, datamodule: PromptDataModule, load: bool = True) -> None:
+        """Check every configured part (devices, policy, prompts, rewards, proposals, loggers) and leave with 1 if one fails.
+
+        Args:
+            model: policy and rewards.
+            datamodule: prompts.
+            load: also load policy and rewards, and score a bundled picture with each.
+        """
+
+        def proposals() -> str:
+            profiler = self.profiler_callback()
+            profiler.validate_config(model, datamodule)
+            return f"{type(profiler.proposals).__name__} for {profiler.num_prompts} prompts"
+
+        measured = any(stage.credit != "static" for stage in model.stages)
+        findings = examine(self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {})
+        Console(highlight=False, width=100).print(findings_table(findings))
+        if any(finding.verdict == "FAILED" for finding in findings):
+            raise SystemExit(1)
 
     def profiler_callback(self) -> RenyiProfilerCallback:
         """The configured profiler.

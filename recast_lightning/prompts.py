@@ -7,13 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Quoted spans in order of trust. A straight double quote right after a digit is an inch mark (12", 5'10"), never an
-# opening quote. A single quote opens only at the start of a word and closes only at the end of one, so apostrophes do
-# not count.
+_DIGIT = r"[\d½⅓⅔¼¾⅛]"
+# Quoted spans in order of trust; of one kind, the first counts.
 _QUOTED = (
-    re.compile(r'(?<!\d)"([^"]*)"'),
-    re.compile(r"“([^“”]*)”"),
-    re.compile(r"(?<!\w)['‘](?=\w)((?:[^'’‘]|(?<=\w)['’](?=\w)){2,}?)['’](?!\w)"),
+    # A straight mark right after a digit is an inch mark (12", 5'10"), never an opening quote; nor is one that stands
+    # alone after a digit (6 " pipe).
+    re.compile(rf'(?<!{_DIGIT})(?!(?<={_DIGIT} )"\s)"([^"“”]*)"'),
+    re.compile(r"“([^“”]*)”|„([^„“”]*)[“”]|«([^«»]*)»|「([^「」]*)」"),
+    # A single quote opens only at the start of a word and closes only at the end of one, so apostrophes do not count;
+    # nor do those that stand for lost letters or digits ('tis, rock 'n' roll, '80s).
+    re.compile(
+        r"(?<!\w)['‘](?=\w)(?!(?:tis|twas|twere|twill|til|till|cause|cos|em|n|bout|round|\d\ds?)\b)"
+        r"((?:[^'’‘]|(?<=\w)['’](?=\w)){2,}?)['’](?!\w)",
+        re.IGNORECASE,
+    ),
 )
 
 
@@ -39,7 +46,8 @@ class Prompt:
 def find_ocr_target(text: str) -> str | None:
     r"""Find the text that a prompt asks to be drawn: its first quoted span.
 
-    Straight double quotes win over curly double quotes, and these over single quotes.
+    Straight double quotes win over curly double quotes (and „…“, «…», 「…」), wherever they stand, and these over single
+    quotes. In single quotes, an apostrophe at the end of a word closes the span: double quotes are safer.
 
     Args:
         text: A prompt, for example ``A 12" record labelled "Blue"``.
@@ -53,13 +61,13 @@ def find_ocr_target(text: str) -> str | None:
     Examples:
         >>> find_ocr_target('A 5\'10" man with a sign that says "Hello World"')
         'Hello World'
-        >>> find_ocr_target("A bird's eye view of the dogs' park") is None
+        >>> find_ocr_target("A bird's eye view of the dogs' park, 'tis said") is None
         True
     """
     for pattern in _QUOTED:
         match = pattern.search(text)
         if match:
-            target = match.group(1).strip()
+            target = (match[match.lastindex or 1] or "").strip()
             if not target:
                 raise ValueError(
                     f"The quoted text in the prompt {text!r} is empty: put the text to be drawn between the quotes."
@@ -116,21 +124,30 @@ def _parse_json(line: str, where: str) -> Prompt:
 
 
 def _with_ocr_targets(numbered: Sequence[tuple[int, Prompt]], path: Path) -> list[Prompt]:
-    """Add ``metadata["ocr"]`` where it is missing; one error names all lines where that is not possible."""
-    prompts, bad_lines = [], []
+    """Add ``metadata["ocr"]`` where it is missing; one error names all lines where that is not possible, and why."""
+    prompts: list[Prompt] = []
+    bad: dict[str, list[int]] = {}
     for line, prompt in numbered:
-        try:
-            target = prompt.metadata["ocr"] if "ocr" in prompt.metadata else find_ocr_target(prompt.text)
-        except ValueError:
-            target = None
-        if not isinstance(target, str) or not target.strip():
-            bad_lines.append(line)
+        reason, target = "nothing is quoted", prompt.metadata.get("ocr")
+        if "ocr" in prompt.metadata:
+            reason = 'the key "ocr" holds no text'
         else:
+            try:
+                target = find_ocr_target(prompt.text)
+            except ValueError:
+                reason = "the quotes are empty"
+        if isinstance(target, str) and target.strip():
             prompts.append(Prompt(prompt.text, {**prompt.metadata, "ocr": target.strip()}))
-    if bad_lines:
-        shown = ", ".join(map(str, bad_lines[:5])) + (", ..." if len(bad_lines) > 5 else "")
+        else:
+            bad.setdefault(reason, []).append(line)
+    if bad:
         raise ValueError(
-            f"{path}: {len(bad_lines)} of {len(numbered)} prompts have no text for OCR to look for (line {shown}): "
-            'quote it, as in a sign that says "OPEN", or give it under the key "ocr" of a .jsonl file.'
+            f"{path}: {sum(map(len, bad.values()))} of {len(numbered)} prompts have no text for OCR to look for: "
+            f"{', '.join(f'{reason} (line {_few(lines)})' for reason, lines in bad.items())}. "
+            'Quote it, as in a sign that says "OPEN", or give it under the key "ocr" of a .jsonl file.'
         )
     return prompts
+
+
+def _few(lines: Sequence[int]) -> str:
+    return ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")

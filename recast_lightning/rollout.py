@@ -1,6 +1,6 @@
 """Rollouts: which samples a process draws and scores, and in which order they are trained on.
 
-Shape legend: N samples on this process, T levels, C H W latents.
+Shape legend: N samples on this process, R rewards, T levels, C H W latents.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recast_lightning.errors import UserError
 from recast_lightning.seeds import generator
 
 
@@ -125,6 +126,37 @@ def rollout_metrics(names: list[str], rewards: Tensor, advantages: Tensor, r: Te
     metrics["r/clipped_share"] = ((finite == 0) | (finite == 1)).float().mean().item()
     metrics["advantage/dead_share"] = (advantages == 0).float().mean().item()
     return metrics
+
+
+def check_failures(names: list[str], metrics: dict[str, float], images: int, failure_share: float) -> None:
+    """Refuse a rollout that lacks too many scores.
+
+    Args:
+        names: the rewards that are trained on.
+        metrics: as `rollout_metrics` counts them.
+        images: in the rollout, over all processes.
+        failure_share: largest share of a reward's scores that may be missing.
+
+    Raises:
+        UserError: naming the first reward that failed too often.
+    """
+    for name in names:
+        failed = int(metrics[f"reward/{name}/failed"])
+        if failed > failure_share * images:
+            raise UserError(
+                f"Reward {name!r} could not score {failed} of the {images} images of rollout {metrics['rollout']:.0f}, "
+                f"more than the share of {failure_share:g} that failure_share allows: the warnings above say why."
+            )
+
+
+def constant_rewards(names: list[str], rewards: Tensor) -> dict[str, float]:
+    """The rewards that gave every image of a rollout the same score, and that score; [N, R], NaN where one failed."""
+    found = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        valid = column[column.isfinite()]
+        if len(valid) > 1 and bool((valid == valid[0]).all()):
+            found[name] = valid[0].item()
+    return found
 
 
 class RolloutStream:

@@ -1,6 +1,6 @@
 """Drawing, scoring and evaluating: the half of the LightningModule that trains nothing.
 
-Shape legend: B batch, R rewards, C H W latents.
+Shape legend: B batch, N samples on this process, M over all processes, R rewards, C H W latents.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from recast_lightning.data import PromptDataModule
+from recast_lightning.errors import UserError
 from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
-from recast_lightning.rewards import RewardModel
+from recast_lightning.rewards import GenEval, RewardModel
+from recast_lightning.rewards.geneval import TAGS
+from recast_lightning.rewards.tag_means import TagMeans
+from recast_lightning.rollout import check_failures, constant_rewards
+from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
 
 
@@ -27,16 +33,27 @@ class SamplingModule(L.LightningModule):
     Args:
         policy: the text-to-image policy.
         rewards: name → reward model; all are evaluated.
+        num_workers: of `ScoringPool`.
+        reward_device: of `ScoringPool`.
     """
 
-    def __init__(self, policy: Policy, rewards: dict[str, RewardModel]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        rewards: dict[str, RewardModel],
+        num_workers: int = 0,
+        reward_device: str | None = None,
+    ) -> None:
         super().__init__()
         for name in rewards:
             if not re.fullmatch(r"\w+", name):
                 raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
         self.policy = policy
         self.reward_models = rewards
+        self.scoring = ScoringPool(rewards, num_workers, reward_device)
+        self.called_constant: set[str] = set()
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
+        self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
 
     @property
     def data(self) -> PromptDataModule:
@@ -44,10 +61,51 @@ class SamplingModule(L.LightningModule):
         data: PromptDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
         return data
 
+    def check_inputs(self, data: PromptDataModule) -> None:
+        """Check policy, rewards and prompts without loading a model.
+
+        Raises:
+            ValueError: naming the first thing that is wrong.
+        """
+        self.policy.validate()
+        for model in self.reward_models.values():
+            model.validate()
+        data.load(ocr=any("ocr" in model.needs for model in self.reward_models.values()))
+        for model in self.reward_models.values():
+            for prompts in data.prompts.values():
+                model.check_prompts(prompts)
+
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
         """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
-        columns = [self.reward_models[name].to(self.device)(images, prompts) for name in names]
-        return torch.stack(columns, 1)
+        with self.scoring.running():
+            return self.scoring.submit(images, prompts, names).result()
+
+    def teardown(self, stage: str) -> None:
+        """End the workers that score."""
+        self.scoring.close()
+
+    def gather_scores(self, rewards: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Scores [M, R] and groups [M] of all processes, from those of this one, [N, R] and [N]."""
+        own = torch.cat([rewards, torch.tensor([[float(group)] for group in groups])], 1).to(self.device)
+        gathered: Any = self.all_gather(own)
+        everyone = gathered.reshape(-1, own.shape[1]).cpu()
+        return everyone[:, :-1], everyone[:, -1].long()
+
+    def log_rollout(self, metrics: dict[str, float], trained: list[str], images: int, failure_share: float) -> None:
+        """Hand a rollout's numbers to the loggers, then stop if too many scores failed (see `check_failures`)."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.global_step)
+        check_failures(trained, metrics, images, failure_share)
+
+    def warn_of_constants(self, names: list[str], rewards: Tensor, rollout: int) -> None:
+        """Name the rewards that cannot tell any of the images of a rollout apart, each once; scores are [N, R]."""
+        for name, score in constant_rewards(names, rewards).items():
+            if name not in self.called_constant:
+                self.called_constant.add(name)
+                rank_zero_warn(
+                    f"Reward {name!r} gave all images of rollout {rollout + 1} the same score, {score:g}: "
+                    "it trains nothing as long as that is so (said once)."
+                )
 
     def draw(self, keys: Sequence[tuple[str | int, ...]], prompts: Sequence[Prompt], adapter: Adapter | None) -> Tensor:
         """Latents x_0 [B, C, H, W] of prompts, from noise keyed by `keys`."""
@@ -85,6 +143,20 @@ class SamplingModule(L.LightningModule):
         """Images and scores."""
         return self.evaluate_batch(batch)
 
+    def check_adapters(self, weights: dict[str, Tensor]) -> None:
+        """Refuse a checkpoint's adapters that fit nowhere.
+
+        Raises:
+            UserError: saying how many fit.
+        """
+        own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
+        theirs = {(k, v.shape) for k, v in weights.items()}
+        if own != theirs:
+            raise UserError(
+                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
+                f"{self.policy.lora_rank}: {len(own & theirs)} of {len(own)} weights match by name and shape."
+            )
+
     def _evaluation_step(self, batch: dict[str, Any], prefix: str) -> dict[str, Any]:
         result = self.evaluate_batch(batch)
         real = torch.tensor(result["real"])
@@ -92,4 +164,22 @@ class SamplingModule(L.LightningModule):
             metric = self.evaluation_means[name]
             metric.update(column[real].to(self.device))  # type: ignore[operator]
             self.log(f"{prefix}/{name}", metric, on_epoch=True, batch_size=len(real))  # type: ignore[arg-type]
+            if name in self.tag_means:
+                prompts = batch["prompts"]
+                rows = [i for i, p in enumerate(prompts) if result["real"][i] and p.metadata.get("tag") in TAGS]
+                self.tag_means[name].update(column[rows].to(self.device), [prompts[i] for i in rows])  # type: ignore[operator]
         return result
+
+    def on_validation_epoch_end(self) -> None:
+        """Log GenEval's means over tags, and their mean, as `val/<name>/overall`."""
+        self._log_tag_means("val")
+
+    def on_test_epoch_end(self) -> None:
+        """As in validation."""
+        self._log_tag_means("test")
+
+    def _log_tag_means(self, prefix: str) -> None:
+        for name, metric in self.tag_means.items():
+            means = metric.compute()  # type: ignore[operator]
+            self.log_dict({f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()})
+            metric.reset()  # type: ignore[operator]

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from recast_lightning.objective import group_advantages, nft_loss, nft_terms, old_policy_decay, optimality_probability
+from recast_lightning.objective import (
+    group_advantages,
+    level_advantages,
+    nft_loss,
+    nft_terms,
+    old_policy_decay,
+    optimality_probability,
+)
 
 NAMES = ("velocity", "velocity_old", "x_sigma", "x0", "sigma", "r")
 
@@ -148,7 +155,125 @@ def test_failed_rewards_are_left_out(std, bad):
     torch.testing.assert_close(advantages[keep], group_advantages(rewards[keep], groups[keep], std=std))
 
 
+def rollout_of(groups=4, size=5, rewards=3, levels=2):
+    """Scores of very different ranges, [N, R], weights [R, T] that sum to 1 at each level, groups [N]."""
+    scale = torch.tensor([0.03, 1.0, 10.0], dtype=torch.float64)[:rewards]
+    scores = torch.rand(groups * size, rewards, dtype=torch.float64) * scale
+    weights = torch.rand(rewards, levels, dtype=torch.float64)
+    member = torch.arange(groups).repeat_interleave(size)
+    return scores, weights / weights.sum(0), member[torch.randperm(len(member))]
+
+
+def slow_advantages(scores, weights, groups, aggregation, std, eps=1e-4):
+    """The definition, number by number; scores without failures."""
+
+    def mean(values):
+        return sum(values) / len(values)
+
+    def spread(values):
+        return mean([(v - mean(values)) ** 2 for v in values]) ** 0.5
+
+    def normalised(values):
+        rows = []
+        for value, group in zip(values, groups.tolist(), strict=True):
+            own = [v for v, g in zip(values, groups.tolist(), strict=True) if g == group]
+            rows.append((value - mean(own)) / (spread(own if std == "group" else values) + eps))
+        return rows
+
+    columns = []
+    for w in weights.T.tolist():
+        if aggregation == "sum":
+            columns.append(normalised([sum(a * b for a, b in zip(row, w, strict=True)) for row in scores.tolist()]))
+            continue
+        each = [normalised(column) for column in scores.T.tolist()]
+        total = [sum(a * b for a, b in zip(row, w, strict=True)) for row in zip(*each, strict=True)]
+        columns.append([(v - mean(total)) / (spread(total) + eps) for v in total])
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "per_reward"])
+@pytest.mark.parametrize("std", ["level", "group"])
+def test_level_advantages_match_the_definition_number_by_number(aggregation, std):
+    scores, weights, groups = rollout_of()
+    got = level_advantages(scores, weights, groups, aggregation=aggregation, std=std)
+    expected = slow_advantages(scores, weights, groups, aggregation, std)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_per_reward_hears_a_reward_of_small_range_as_its_weight_says():
+    scores, _, groups = rollout_of()
+    even = torch.full((3, 1), 1 / 3, dtype=torch.float64)
+    louder = scores * torch.tensor([1000.0, 1.0, 1.0])
+    sums, each = ([level_advantages(x, even, groups, aggregation=a, eps=0.0) for x in (scores, louder)]
+                  for a in ("sum", "per_reward"))  # fmt: skip
+    assert (sums[0] - sums[1]).abs().max() > 0.5
+    torch.testing.assert_close(each[0], each[1])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "per_reward"])
+def test_a_group_without_differences_has_exactly_no_advantage_even_beside_failures(aggregation):
+    scores, weights, groups = rollout_of()
+    scores[groups == 2] = torch.tensor([0.1, 1 / 3, 0.7], dtype=torch.float64)
+    scores[(groups == 0).nonzero()[0], 1] = torch.nan
+    advantages = level_advantages(scores, weights, groups, aggregation=aggregation)
+    assert (advantages[groups == 2] == 0).all()
+    assert (advantages[(groups != 2) & ~advantages[:, 0].isnan()] != 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_failed_score_touches_its_own_group_alone_bitwise(bad):
+    """`sum`: the sample leaves its group. `per_reward`: it leaves the statistics of the reward that failed."""
+    scores, weights, groups = rollout_of()
+    lost, own = 7, groups == groups[7]
+    siblings = own.clone()
+    siblings[lost] = False
+    failed = scores.clone()
+    failed[lost, 1] = bad
+
+    before, after = (level_advantages(x, weights, groups, std="group") for x in (scores, failed))
+    assert after[~own].equal(before[~own])
+    assert after[lost].isnan().all()
+    alone = level_advantages(scores[siblings], weights, groups[siblings], std="group")
+    torch.testing.assert_close(after[siblings], alone)
+    assert not torch.allclose(after[siblings], before[siblings])
+
+    before, after = (group_advantages(x, groups, std="group") for x in (scores, failed))
+    assert after[~own].equal(before[~own])
+    assert after[:, [0, 2]].equal(before[:, [0, 2]])  # the other rewards keep the sample
+    torch.testing.assert_close(after[siblings, 1], group_advantages(scores[siblings, 1], groups[siblings], std="group"))
+    before, total = (
+        level_advantages(x, weights, groups, aggregation="per_reward", std="group") for x in (scores, failed)
+    )
+    assert total[lost].isnan().all()
+    ratio = total[~own] / before[~own]  # the last step rescales all samples alike, and does nothing else
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+    expected = after[siblings] @ weights
+    torch.testing.assert_close(total[siblings] / total[siblings][:1], expected / expected[:1])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "per_reward"])
+def test_a_reward_without_weight_may_fail_without_harm(aggregation):
+    scores, weights, groups = rollout_of()
+    weights[1] = 0
+    failed = scores.clone()
+    failed[:, 1] = torch.nan
+    before, after = (level_advantages(x, weights, groups, aggregation=aggregation) for x in (scores, failed))
+    assert after.isfinite().all()
+    assert after.equal(before)
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "per_reward"])
+def test_scores_that_all_failed_or_never_differ_give_no_gradient(aggregation):
+    weights, groups = torch.tensor([[1.0, 0.5], [0.0, 0.5]]), torch.tensor([0, 0, 1, 1])
+    flat = torch.full((4, 2), 0.1)
+    assert (level_advantages(flat, weights, groups, aggregation=aggregation) == 0).all()
+    flat[:, 1] = torch.nan
+    assert level_advantages(flat, weights, groups, aggregation=aggregation).isnan().all()
+
+
 def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="aggregation must be 'sum' or 'per_reward', got 'mean'"):
+        level_advantages(torch.rand(3, 1), torch.ones(1, 1), torch.zeros(3, dtype=torch.long), aggregation="mean")
     with pytest.raises(ValueError, match="std must be 'level' or 'group', got 'batch'"):
         group_advantages(torch.rand(3), torch.zeros(3, dtype=torch.long), std="batch")
     with pytest.raises(ValueError, match=r"groups must be \[3\]"):

@@ -18,6 +18,19 @@ from recast_lightning.prompts import Prompt, find_ocr_target, read_prompts
         ('A 5\'10" man with a 12" record labelled "Blue"', "Blue"),
         ('The number plate "B 42" on a car', "B 42"),
         ('  a "  padded  " target', "padded"),
+        ("A ‘single’ and a “curly” sign", "curly"),
+        ('A "Hello” and a "Bye"', "Bye"),  # quotes that do not fit enclose nothing
+        ('A 6 " pipe with "Flow"', "Flow"),
+        ('A 12"x18" poster, 3½" thick, of "Art"', "Art"),
+        ('A 2024 "Spring" poster', "Spring"),
+        ('A sign "24" above a door', "24"),
+        ("A sign that says \"Don't Panic\" in the '90s", "Don't Panic"),
+        ("‘Tis the dogs’ park’s sign: ‘Open Late’", "Open Late"),
+        ("The Beatles' album 'Abbey Road'", "Abbey Road"),
+        ("Ein Schild „Bäckerei“ hier", "Bäckerei"),
+        ("Un panneau «\xa0Boulangerie\xa0»", "Boulangerie"),
+        ("看板「営業中」", "営業中"),
+        ('Знак "Привет"', "Привет"),
     ],
 )
 def test_target_is_the_first_quoted_span(text, target):
@@ -34,6 +47,12 @@ def test_target_is_the_first_quoted_span(text, target):
         'a lonely " quote',
         "rock 'n' roll",
         "the '80s and the '90s",
+        "the '80s and the dogs' park",
+        "'Tis the season of the dogs' park",
+        "’Twas the girls’ house, and ‘twas theirs’",
+        "get 'em all, the dogs' toys",
+        "5' 10\" tall and 5′8″ wide",
+        "a “ lonely curly quote",
         "no quotes at all",
     ],
 )
@@ -41,7 +60,7 @@ def test_apostrophes_and_inch_marks_are_no_quotes(text):
     assert find_ocr_target(text) is None
 
 
-@pytest.mark.parametrize("text", ['a sign "" here', 'a sign "  " here', "a sign “” here"])
+@pytest.mark.parametrize("text", ['a sign "" here', 'a sign "  " here', "a sign “” here", "« »", 'a "" and "OPEN"'])
 def test_empty_target_is_an_error(text):
     with pytest.raises(ValueError, match=r"quoted text in the prompt .* is empty"):
         find_ocr_target(text)
@@ -78,11 +97,13 @@ def test_ocr_targets_are_decided_on_reading(tmp_path):
 def test_lines_without_target_are_listed(tmp_path):
     file = write(tmp_path / "p.txt", 'x\n"ok"\n\n""\n' + "y\n" * 5)
     with pytest.raises(
-        ValueError, match=r"p\.txt: 7 of 8 prompts have no text .*\(line 1, 4, 5, 6, 7, \.\.\.\): quote it"
+        ValueError,
+        match=r"p\.txt: 7 of 8 prompts have no text for OCR to look for: nothing is quoted "
+        r"\(line 1, 5, 6, 7, 8, \.\.\.\), the quotes are empty \(line 4\)\. Quote it",
     ):
         read_prompts(file, ocr=True)
     file = write(tmp_path / "p.jsonl", '{"prompt": "x \\"y\\"", "ocr": ""}')
-    with pytest.raises(ValueError, match="1 of 1 prompts"):
+    with pytest.raises(ValueError, match=r'1 of 1 prompts .*: the key "ocr" holds no text \(line 1\)\. Quote'):
         read_prompts(file, ocr=True)
 
 

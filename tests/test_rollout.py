@@ -1,8 +1,17 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from recast_lightning.credit import CreditMatrix
 from recast_lightning.data import PromptDataModule, ShardedBatches, load_prompts
-from recast_lightning.rollout import check_sizes, plan_samples
+from recast_lightning.errors import UserError
+from recast_lightning.objective import group_advantages, level_advantages, optimality_probability
+from recast_lightning.rollout import check_failures, check_sizes, constant_rewards, plan_samples, rollout_metrics
+
+NAN = float("nan")
+PAGE = Path(__file__).parents[1] / "docs/from-score-to-r.md"
 
 
 def test_groups_stay_whole_and_every_world_size_trains_on_the_same_images_in_each_part():
@@ -85,3 +94,77 @@ def test_keyed_noise_does_not_depend_on_the_batch():
     keys = [("a", i) for i in range(4)]
     assert torch.equal(noise((2, 3), keys)[2:], noise((2, 3), keys[2:]))
     assert not torch.equal(*noise((2, 3), [("a", 1), ("b", 1)]))
+
+
+def metrics_of(*columns):
+    rewards = torch.tensor(columns).T
+    names = [chr(ord("a") + i) for i in range(len(columns))]
+    r = torch.rand(len(rewards), 2)
+    return {"rollout": 3.0} | rollout_metrics(names, rewards, r, r)
+
+
+def test_failures_are_counted_and_left_out_of_the_means():
+    metrics = metrics_of([1.0, NAN, 0.0, 0.0], [NAN, NAN, NAN, 2.0], [0.0, 0.0, 0.0, 0.0])
+    assert [metrics[f"reward/{name}/failed"] for name in "abc"] == [1, 3, 0]
+    assert [metrics[f"reward/{name}/mean"] for name in "abc"] == pytest.approx([1 / 3, 2, 0])
+
+
+def test_too_many_failures_stop_the_run_with_a_sentence():
+    metrics = metrics_of([1.0, NAN, NAN, 0.0], [NAN, NAN, NAN, 2.0])
+    check_failures(["a"], metrics, 4, 0.5)  # b is not trained on; half is not more than half
+    check_failures(["a", "b"], metrics, 4, 1.0)
+    with pytest.raises(
+        UserError, match="^Reward 'b' could not score 3 of the 4 images of rollout 3, .* 0.5 .*say why.$"
+    ):
+        check_failures(["a", "b"], metrics, 4, 0.5)
+    with pytest.raises(UserError, match="Reward 'a' could not score 2 of the 4"):
+        check_failures(["a", "b"], metrics, 4, 0.0)
+
+
+def test_rewards_that_tell_nothing_apart_are_found():
+    rewards = torch.tensor([[0.5, 0.5, NAN, NAN], [0.5, NAN, NAN, 0.1], [0.5, 0.6, NAN, NAN]])
+    assert constant_rewards(["same", "differs", "failed", "single"], rewards) == {"same": 0.5}
+    assert constant_rewards(["zero"], torch.tensor([[0.0], [NAN], [0.0]])) == {"zero": 0.0}
+
+
+def tables(section: str) -> dict[str, torch.Tensor]:
+    """The tables of a section by their corner, as tensors; "–" is NaN."""
+    found = {}
+    for corner, body in re.findall(r"^\| ([^|]+) \|[^\n]+\n\|[-|]+\n((?:\|[^\n]+\n)+)", section, re.M):
+        cells = [line.strip("|").split("|")[1:] for line in body.replace("−", "-").replace("–", "nan").splitlines()]
+        found[corner] = torch.tensor([[float(cell) for cell in row] for row in cells], dtype=torch.float64)
+    return found
+
+
+def test_the_page_from_score_to_r_prints_what_the_functions_give():
+    text = PAGE.read_text(encoding="utf-8")
+    given, sums, each, failed = (tables(part) for part in re.split(r"^## ", text, flags=re.M)[:4] if part)
+    clip = float(re.search(r"c = ([\d.]+), so", text)[1])
+    budgets = {name: float(value) for name, value in re.findall(r"(clip|ocr|geneval) (\d)\b", text)[:3]}
+    weights, none = given["T·W"] / 3, torch.ones(3, 3)
+    credit = CreditMatrix(weights, budgets, "recast", none, none)
+    assert max(credit.residuals) < 1e-12
+    scores, groups = given["score"], torch.zeros(4, dtype=torch.long)
+
+    def same(printed, computed):
+        torch.testing.assert_close(printed, computed, atol=5.001e-4, rtol=0, equal_nan=True)
+
+    def with_statistics(x):
+        return torch.cat([x, x.mean(0, keepdim=True), x.std(0, correction=0, keepdim=True)])
+
+    def advantages(x, aggregation):
+        return level_advantages(x, credit.level_weights, groups, aggregation=aggregation)
+
+    same(sums["r_t"], with_statistics(scores @ credit.level_weights))
+    own = group_advantages(scores, groups)
+    same(each["reward"], with_statistics(scores)[4:])
+    same(each["A_i"], own)
+    total = own @ credit.level_weights
+    same(each["S_t"], torch.cat([total, total.square().mean(0, keepdim=True).sqrt()]))
+    for printed, aggregation in ((sums, "sum"), (each, "per_reward")):
+        same(printed["A_t"], advantages(scores, aggregation))
+        same(printed["r"], optimality_probability(advantages(scores, aggregation), clip))
+    scores[3, 1] = NAN
+    same(failed["A_i"], group_advantages(scores, groups))
+    for aggregation in ("sum", "per_reward"):
+        same(failed[f"r, `{aggregation}`"], optimality_probability(advantages(scores, aggregation), clip))

@@ -42,14 +42,16 @@ class RewardModel(nn.Module, ABC):
         failed: How many images could not be scored so far.
         version: Of the checkpoint that scores are comparable within.
         licence: Of the weights; empty where there are none.
+        workers: Where it scores when a run has workers: ``inline`` on the device, in ``threads`` or in ``processes``.
     """
 
-    name: ClassVar[str]
-    needs: ClassVar[tuple[str, ...]] = ()
+    name: str
+    needs: tuple[str, ...] = ()
     differentiable: ClassVar[bool] = False
     score_range: tuple[float, float] = (0.0, 1.0)
-    version: ClassVar[str] = ""
-    licence: ClassVar[str] = ""
+    version: str = ""
+    licence: str = ""
+    workers: ClassVar[Literal["inline", "threads", "processes"]] = "inline"
 
     def __init__(self, positive_map: PositiveMap | None = None) -> None:
         super().__init__()
@@ -137,7 +139,8 @@ class RewardModel(nn.Module, ABC):
             )
         scores = torch.where(broken, torch.nan, scores.to(broken.device, torch.float32)).cpu()
         scores[scores.isinf()] = torch.nan
-        self.failed += int(scores.isnan().sum())
+        failed = int(scores.isnan().sum())
+        self.failed += failed
         return scores
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -151,7 +154,7 @@ class RewardModel(nn.Module, ABC):
                 if not prompt.metadata.get(key):
                     raise ValueError(
                         f'{self.name} needs "{key}" in the metadata of each prompt, and {prompt.text!r} has none: '
-                        f"{_HOW_TO_SUPPLY[key]}."
+                        f"{_HOW_TO_SUPPLY.get(key, 'give it in a .jsonl file')}."
                     )
 
     def _report(self, reason: str) -> None:

@@ -1,18 +1,19 @@
-"""The CLIP backbone that ClipScore, HPSv2 and PickScore share: loading, preprocessing, embedding."""
+"""The CLIP backbone that several rewards share: loading each model once, preprocessing, embedding."""
 
+import copy
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recast_lightning.paths import resolve
-from recast_lightning.prompts import Prompt
-from recast_lightning.rewards.base import RewardModel, require_package
+from recast_lightning.rewards.checkpoints import check_fit
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -20,16 +21,35 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DType = Literal["float32", "bfloat16", "float16"]
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
 _MEMO_SIZE = 4096
+_CPU = torch.device("cpu")
+_shared: "WeakValueDictionary[tuple[Hashable, torch.device], nn.Module]" = WeakValueDictionary()
+
+
+def check_options(dtype: DType, batch_size: int) -> None:
+    """Check the options that every reward with a backbone has.
+
+    Raises:
+        ValueError: If one is wrong.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f'dtype is "{dtype}": expected "float32", "bfloat16" or "float16".')
+
+
+def scale_shorter_side(images: Tensor, size: int) -> Tensor:
+    """Scale the shorter side to `size` (bicubic), keeping proportions: [B, 3, H, W] -> [B, 3, H', W']."""
+    height, width = images.shape[-2:]
+    short = min(height, width)
+    return _resize(images, size * height // short, size * width // short)
 
 
 def shortest_side_crop(images: Tensor, size: int) -> Tensor:
     """Scale the shorter side to `size` (bicubic) and cut out the centre: [B, 3, H, W] -> [B, 3, size, size]."""
-    height, width = images.shape[-2:]
-    short = min(height, width)
-    images = _resize(images, size * height // short, size * width // short)
+    images = scale_shorter_side(images, size)
     top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
     return images[..., top : top + size, left : left + size]
 
@@ -50,12 +70,13 @@ def _resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 class ClipBackbone:
-    """A frozen CLIP model with its tokeniser, giving unit-length embeddings.
+    """A frozen CLIP model with its tokeniser, giving unit-length embeddings; :func:`shared_clip` makes one.
 
     Not an ``nn.Module`` on purpose: a reward model that holds one does not register its weights.
 
     Args:
         model: The loaded model; its configuration decides image size and token limit.
+        key: What the model is shared by.
         tokenizer: A transformers tokenizer that ends each text with its EOS token.
         mean: Channel means of the training images, in [0, 1].
         std: Channel standard deviations, likewise.
@@ -68,12 +89,14 @@ class ClipBackbone:
         model: "CLIPModel",
         tokenizer: Any,
         *,
-        mean: Sequence[float] = _MEAN,
-        std: Sequence[float] = _STD,
+        key: Hashable,
+        mean: Sequence[float] = MEAN,
+        std: Sequence[float] = STD,
         fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
         batch_size: int = 64,
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
+        self.key = key
         self.tokenizer = tokenizer
         self.fit = fit
         self.batch_size = batch_size
@@ -85,9 +108,9 @@ class ClipBackbone:
         self._warned = False
 
     def to(self, device: torch.device) -> "ClipBackbone":
-        """Move the model; free if it is there already."""
+        """Use the model on another device, where it is shared likewise; free if it is there already."""
         if self.model.device != device:
-            self.model.to(device)
+            self.model = _share(self.key, device, lambda: _copy_to(self.model, device))
             self._memo.clear()
         return self
 
@@ -144,96 +167,93 @@ class ClipBackbone:
         return F.normalize(features.float(), dim=1)
 
 
-class ClipReward(RewardModel):
-    """Base of the rewards that compare an image with its prompt by CLIP; a subclass turns the cosine into a score.
+def shared_clip(
+    model: str,
+    processor: str | None = None,
+    dtype: DType = "float32",
+    batch_size: int = 64,
+    *,
+    device: torch.device = _CPU,
+    fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
+    read: "Callable[[str, torch.dtype, str], CLIPModel] | None" = None,
+    user: str = "clip",
+) -> ClipBackbone:
+    """A backbone on weights that are in memory once, whoever asks for them, and only while someone holds them.
+
+    Weights are the same if path (for local files also their sizes and times), dtype and device are.
 
     Args:
-        model: ``signboard:<name>``, a local folder with a transformers CLIPModel, or a hub id.
-        processor: Where tokenizer and image statistics come from, likewise. None: the folder of the model if it has a
-            tokenizer, else `fallback_processor`.
-        dtype: Precision of the model; embeddings are compared in float32.
+        model: ``signboard:<name>``, a local path, or a hub id.
+        processor: Where tokenizer and image statistics come from, likewise. None: the same as `model`.
+        dtype: Precision of the model.
         batch_size: Images a forward pass.
+        device: Where the model is to be.
+        fit: How images are brought to the model's square size.
+        read: Reads the model from path and type, for the user named. None: a transformers CLIPModel.
+        user: Who asks, for messages.
+
+    Raises:
+        ValueError: If there is no model or tokenizer, or the weights do not fit.
     """
+    from transformers import AutoTokenizer
 
-    differentiable = True
-    score_range = (-1.0, 1.0)
-    fallback_processor: str | None = None
+    path = resolve(model, f"{user} model")
+    processor = path if processor is None else resolve(processor, f"{user} processor")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(processor)
+    except OSError as error:
+        raise ValueError(f'{user} found no tokenizer in "{processor}", neither here nor on the hub.') from error
+    mean, std = read_image_statistics(processor)
+    key = (path, _stamp(path), dtype)
+    clip = _share(key, device, lambda: (read or read_clip)(path, getattr(torch, dtype), user).to(device))
+    return ClipBackbone(clip, tokenizer, key=key, mean=mean, std=std, fit=fit, batch_size=batch_size)
 
-    def __init__(self, model: str, processor: str | None, dtype: DType, batch_size: int) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f'dtype is "{dtype}": expected "float32", "bfloat16" or "float16".')
-        self.model = model
-        self.processor = processor
-        self.dtype = dtype
-        self.batch_size = batch_size
 
-    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] (float32 in [0, 1]) against their prompts; returns [B]."""
-        clip: ClipBackbone = self.load().to(self._device)
-        return self.from_cosine(clip.cosine(images, [prompt.text for prompt in prompts]), clip.logit_scale())
+def _share(key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+    """The model in use under `key` on `device`, or a new one."""
+    place = key, torch.empty(0, device=device).device  # "cuda" is "cuda:0"
+    model = _shared.get(place)
+    if model is None:
+        with torch.inference_mode(False):  # weights made in inference mode could never pass gradients on
+            model = _shared[place] = make()
+    return model
 
-    def positive(self, scores: Tensor) -> Tensor:
-        """Floor at 0, as CLIPScore does (Hessel et al. 2021, arXiv 2104.08718, Sec. 3): pictures below it are no match."""
-        return scores.clamp(min=0)
 
-    def from_cosine(self, cosine: Tensor, logit_scale: Tensor) -> Tensor:
-        """Turn cosine similarities [B] into scores [B]."""
-        raise NotImplementedError
+def _copy_to(model: nn.Module, device: torch.device) -> nn.Module:
+    """A frozen copy of a model on another device, without a second one on its own."""
+    moved: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(device), False) for p in model.parameters()}
+    moved.update((id(buffer), buffer.to(device)) for buffer in model.buffers())
+    return copy.deepcopy(model, moved)
 
-    def validate(self) -> None:
-        """Check, without loading anything, that paths and packages are there.
 
-        Raises:
-            ValueError: If one is missing.
-        """
-        require_package("transformers", type(self).__name__)
-        self.resolve_model()
-        self.resolve_processor()
+def _stamp(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of the files at a local path; nothing for a hub id."""
+    files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)] * Path(path).is_file()
+    return tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)
 
-    def resolve_model(self) -> str:
-        """The local path or hub id of the model; a local path must hold a configuration."""
-        path = resolve(self.model, f"{self.name} model")
-        if Path(path).exists() and not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{path} is no CLIP model: expected a folder in transformers' layout, with a config.json.")
-        return path
 
-    def resolve_processor(self) -> str:
-        """The local path or hub id of tokenizer and image statistics."""
-        if self.processor is not None:
-            return resolve(self.processor, f"{self.name} processor")
-        path = resolve(self.model, f"{self.name} model")
-        if any((Path(path) / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-            return path
-        if self.fallback_processor is None and Path(path).exists():
-            raise ValueError(f"{path} has no tokenizer: name the folder that does as `processor`.")
-        return self.fallback_processor or path
+def read_clip(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
+    """Read a transformers CLIPModel, strictly.
 
-    def _load(self) -> ClipBackbone:
-        from transformers import AutoTokenizer
+    Raises:
+        ValueError: If there is none, or its tensors are not those of its configuration.
+    """
+    from transformers import CLIPModel
 
-        processor = self.resolve_processor()
-        model = self._load_model(self.resolve_model(), getattr(torch, self.dtype))
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(processor)
-        except OSError as error:
-            raise ValueError(
-                f'{self.name} found no tokenizer in "{processor}", neither here nor on the hub.'
-            ) from error
-        mean, std = read_image_statistics(processor)
-        return ClipBackbone(model, tokenizer, mean=mean, std=std, fit=self._fit, batch_size=self.batch_size)
-
-    def _load_model(self, path: str, dtype: torch.dtype) -> "CLIPModel":
-        from transformers import CLIPModel
-
-        try:
-            return CLIPModel.from_pretrained(path, dtype=dtype)
-        except OSError as error:
-            raise ValueError(f'{self.name} found no CLIP model in "{path}", neither here nor on the hub.') from error
-
-    _fit = staticmethod(shortest_side_crop)
+    try:
+        model, info = CLIPModel.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        raise ValueError(f'{user} found no CLIP model in "{path}", neither here nor on the hub.') from error
+    check_fit(
+        path,
+        "the CLIP model that its config.json describes",
+        missing=info["missing_keys"],
+        surplus=(key for key in info["unexpected_keys"] if not key.endswith("embeddings.position_ids")),  # a range
+        misshapen=(key for key, *_ in info["mismatched_keys"]),
+    )
+    return model
 
 
 def read_image_statistics(path: str) -> tuple[Sequence[float], Sequence[float]]:
@@ -248,5 +268,5 @@ def read_image_statistics(path: str) -> tuple[Sequence[float], Sequence[float]]:
         if file is not None:
             config = json.loads(Path(file).read_text(encoding="utf-8"))
             config = config.get("image_processor", config)
-            return config.get("image_mean", _MEAN), config.get("image_std", _STD)
-    return _MEAN, _STD
+            return config.get("image_mean", MEAN), config.get("image_std", STD)
+    return MEAN, STD

@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from recast_lightning.rewards.clip import ClipReward, DType
+from recast_lightning.rewards.clip import DType
+from recast_lightning.rewards.clip_reward import ClipSimilarity
 
 
-class ClipScore(ClipReward):
+class ClipScore(ClipSimilarity):
     r"""CLIP similarity, :math:`\exp(s) \cos(e_\text{image}, e_\text{text}) / 100` with the model's logit scale s.
 
     The published models have exp(s) = 100, so the score is their cosine; typical values lie in 0.20...0.35.
@@ -18,6 +19,8 @@ class ClipScore(ClipReward):
     """
 
     name = "clip_score"
+    version = "openai/clip-vit-large-patch14"
+    licence = "not verified (code: MIT)"
 
     def __init__(
         self,

@@ -1,10 +1,13 @@
 """Object detectors for GenEval."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from scipy import ndimage
@@ -39,20 +42,61 @@ class Detection(NamedTuple):
     color: str | None = None
 
 
+class Hint(NamedTuple):
+    """What the caller looks at in one image; a detector may leave out the rest.
+
+    Attributes:
+        threshold: Only objects more certain than this.
+        colored: Only the colours of objects of these classes.
+    """
+
+    threshold: float
+    colored: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Stands for the objects of an image on which the detector broke down, which is not the same as finding none."""
+
+    reason: str
+
+
+Found = list[Detection] | Failure
+
+
 class Detector(nn.Module, ABC):
     """Finds objects in images.
 
     Attributes:
         threshold: The certainty above which an object counts.
         counting_threshold: The same where the number of objects is what is asked for.
+        classes: The classes it can find; empty if it does not say.
+        colors: The colours it can tell; empty if it does not say.
+        version: Of the weights that scores are comparable within; empty where there are none.
+        licence: Of these weights.
     """
 
     threshold: float = 0.3
     counting_threshold: float = 0.9
+    classes: tuple[str, ...] = ()
+    colors: tuple[str, ...] = ()
+    version: str = ""
+    licence: str = ""
 
     @abstractmethod
-    def detect(self, images: Tensor) -> list[list[Detection]]:
-        """Find objects in images [B, 3, H, W] (float32 in [0, 1]); one list an image."""
+    def detect(self, images: Tensor, hints: Sequence[Hint] | None = None) -> Sequence[Found]:
+        """Find objects in images [B, 3, H, W] (float32 in [0, 1]).
+
+        Args:
+            images: On the device where the work shall be done.
+            hints: One an image. None: everything matters.
+
+        Returns:
+            One list an image, or a :class:`Failure`.
+        """
+
+    def load(self, device: torch.device | None = None) -> None:
+        """Read the weights, if there are any, to a device (None: the CPU); later calls do not read them again."""
 
     def validate(self) -> None:
         """Check, without loading anything, that paths and packages are there.
@@ -77,6 +121,9 @@ class SignboardDetector(Detector):
         min_area: Regions below this fraction of the image are ignored.
     """
 
+    classes = tuple(SHAPES)
+    colors = tuple(COLORS)
+
     def __init__(self, *, threshold: float = 0.75, min_area: float = 0.01) -> None:
         super().__init__()
         for name, value in (("threshold", threshold), ("min_area", min_area)):
@@ -85,8 +132,8 @@ class SignboardDetector(Detector):
         self.threshold = self.counting_threshold = threshold
         self.min_area = min_area
 
-    def detect(self, images: Tensor) -> list[list[Detection]]:
-        """Find shapes in images [B, 3, H, W] (float32 in [0, 1]); one list an image."""
+    def detect(self, images: Tensor, hints: Sequence[Hint] | None = None) -> list[list[Detection]]:
+        """Find shapes in images [B, 3, H, W] (float32 in [0, 1]), with colours; one list an image."""
         pixels = (images.detach().float() * 255).permute(0, 2, 3, 1).cpu().numpy()
         return [self._detect_one(image) for image in pixels]
 

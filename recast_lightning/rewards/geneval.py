@@ -1,5 +1,6 @@
 """GenEval: does the image show the objects that the prompt names, in number, colour and place (Ghosh et al. 2023)?"""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards.base import PositiveMap, RewardModel
-from recast_lightning.rewards.detectors import Box, Detection, Detector
+from recast_lightning.rewards.detectors import Box, Detection, Detector, Failure, Found, Hint
 
 Mode = Literal["partial", "strict", "official", "upstream_partial"]
 _POSITION_THRESHOLD = 0.1
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _RELATIONS = ("left of", "right of", "above", "below")
 _MOST_PER_CLASS = 16
 
@@ -47,6 +49,7 @@ class GenEval(RewardModel):
         if mode not in get_args(Mode):
             raise ValueError(f'mode is "{mode}": expected one of {", ".join(get_args(Mode))}.')
         self.detector = detector
+        self.version, self.licence = detector.version, detector.licence
         self.mode = mode
         if mode == "upstream_partial":
             self.score_range = (-math.inf, 1.0)
@@ -71,17 +74,49 @@ class GenEval(RewardModel):
         for prompt in prompts:
             try:
                 check_metadata(prompt.metadata)
+                self._check_known(prompt.metadata["include"])
             except ValueError as error:
                 raise ValueError(f"The metadata of the prompt {prompt.text!r} is not GenEval's: {error}") from error
 
+    def _check_known(self, include: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError if the detector can never find what is asked for."""
+        for i, item in enumerate(include):
+            for key, known in (("class", self.detector.classes), ("color", self.detector.colors)):
+                if known and key in item and item[key] not in known:
+                    raise ValueError(
+                        f"include[{i}] has the {key} {item[key]!r}, which {type(self.detector).__name__} does not know: "
+                        f"expected one of {', '.join(known)}."
+                    )
+
+    def _load(self) -> bool:
+        self.detector.load(self._device)
+        return True
+
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] (float32 in [0, 1]) against the metadata of their prompts; returns [B]."""
-        scores = []
-        for found, prompt in zip(self.detector.detect(images), prompts, strict=True):
-            threshold = self.counting_threshold if prompt.metadata.get("tag") == "counting" else self.threshold
-            certain = [detection for detection in found if detection.score > threshold]
-            scores.append(geneval_score(certain, prompt.metadata, self.mode))
+        """Score images [B, 3, H, W] (float32 in [0, 1]) against the metadata of their prompts.
+
+        Returns:
+            [B]; NaN where the detector failed.
+        """
+        self.load()
+        hints = [self._hint(prompt.metadata) for prompt in prompts]
+        found = self.detector.detect(images.to(self._device), hints)
+        scores = [self._score(*each) for each in zip(found, hints, prompts, strict=True)]
         return torch.tensor(scores)
+
+    def _hint(self, metadata: dict[str, Any]) -> Hint:
+        threshold = self.counting_threshold if metadata.get("tag") == "counting" else self.threshold
+        return Hint(threshold, frozenset(item["class"] for item in metadata["include"] if "color" in item))
+
+    def _score(self, found: Found, hint: Hint, prompt: Prompt) -> float:
+        if isinstance(found, Failure):
+            self._report(found.reason)
+            return math.nan
+        if not all(map(math.isfinite, itertools.chain.from_iterable((d.score, *d.box) for d in found))):
+            self._report("the detector gave a certainty or a box that is NaN or infinite")
+            return math.nan
+        certain = [detection for detection in found if detection.score > hint.threshold]
+        return geneval_score(certain, prompt.metadata, self.mode)
 
 
 def geneval_score(detections: Sequence[Detection], metadata: dict[str, Any], mode: Mode = "partial") -> float:
@@ -184,20 +219,31 @@ def relative_position(a: Box, b: Box) -> set[str]:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Check that metadata follows GenEval's schema.
+    """Check that metadata follows GenEval's schema: ``tag``, ``include`` and ``exclude``; other keys are free.
 
     Raises:
         ValueError: If it does not.
     """
+    if metadata.get("tag", TAGS[0]) not in TAGS:
+        raise ValueError(f"its tag is {metadata['tag']!r}: expected one of {', '.join(TAGS)}.")
     for key in ("include", "exclude"):
-        for i, item in enumerate(metadata.get(key, [])):
-            if not isinstance(item.get("class"), str) or not isinstance(item.get("count"), int) or item["count"] < 1:
+        items = metadata.get(key, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise ValueError(f"{key} is {items!r}: expected a list of objects.")
+        for i, item in enumerate(items):
+            if not isinstance(item.get("class"), str) or type(item.get("count")) is not int or item["count"] < 1:
                 raise ValueError(f'{key}[{i}] is {item}: expected a "class" and a "count" of at least 1.')
-            if "position" not in item:
-                continue
-            relation, reference = item["position"]
-            if relation not in _RELATIONS or reference not in range(i):
+            if not isinstance(item.get("color", ""), str):
+                raise ValueError(f"{key}[{i}] has the color {item['color']!r}: expected a name.")
+            if "position" in item and not _is_position(item["position"], i):
                 raise ValueError(
                     f"{key}[{i}] has the position {item['position']}: expected one of {', '.join(_RELATIONS)} "
                     "and the index of an earlier item."
                 )
+
+
+def _is_position(position: Any, index: int) -> bool:
+    if not isinstance(position, (list, tuple)) or len(position) != 2:
+        return False
+    relation, reference = position
+    return relation in _RELATIONS and type(reference) is int and 0 <= reference < index

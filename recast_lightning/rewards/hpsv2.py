@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from recast_lightning.paths import resolve
-from recast_lightning.rewards.clip import ClipReward, DType, longest_side_pad
+from recast_lightning.rewards.checkpoints import SUFFIXES, fetch, load_strictly, read_tensors
+from recast_lightning.rewards.clip import DType, longest_side_pad, read_clip
+from recast_lightning.rewards.clip_reward import ClipSimilarity
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
-_SUFFIXES = (".pt", ".pth", ".safetensors")
 
-
-class HPSv2(ClipReward):
+class HPSv2(ClipSimilarity):
     r"""Human preference, :math:`\cos(e_\text{image}, e_\text{text})`; version 2.1 lies in 0.15...0.35.
 
     Images keep their proportions: the longer side is scaled to the model's size and the rest is black.
@@ -32,6 +32,8 @@ class HPSv2(ClipReward):
     """
 
     name = "hpsv2"
+    version = "HPS_v2.1"
+    licence = "not verified (code: Apache-2.0)"
     fallback_processor = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     _fit = staticmethod(longest_side_pad)
 
@@ -54,22 +56,15 @@ class HPSv2(ClipReward):
     def resolve_model(self) -> str:
         """The local folder, local file, or hub id of the model."""
         path = resolve(self.model, f"{self.name} model")
-        return path if path.endswith(_SUFFIXES) and Path(path).is_file() else super().resolve_model()
+        return path if path.endswith(SUFFIXES) and Path(path).is_file() else super().resolve_model()
 
-    def _load_model(self, path: str, dtype: torch.dtype) -> "CLIPModel":
-        if not Path(path).exists() and self.filename is not None:
-            from huggingface_hub import hf_hub_download
-            from huggingface_hub.errors import HfHubHTTPError
+    def _locate(self) -> str:
+        path = self.resolve_model()
+        return path if Path(path).exists() or self.filename is None else fetch(path, self.filename, self.name)
 
-            try:
-                path = hf_hub_download(path, self.filename)
-            except (OSError, HfHubHTTPError) as error:
-                raise ValueError(
-                    f'{self.name} found no file "{self.filename}" in "{path}", neither here nor on the hub.'
-                ) from error
-        if Path(path).is_file():
-            return load_open_clip(path).to(dtype)
-        return super()._load_model(path, dtype)
+    @staticmethod
+    def _read(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
+        return load_open_clip(path).to(dtype) if Path(path).is_file() else read_clip(path, dtype, user)
 
 
 def load_open_clip(path: str) -> "CLIPModel":
@@ -86,13 +81,7 @@ def load_open_clip(path: str) -> "CLIPModel":
     """
     from transformers import CLIPConfig, CLIPModel
 
-    if path.endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        source = load_file(path)
-    else:
-        source = torch.load(path, map_location="cpu", weights_only=True)
-        source = source.get("state_dict", source)
+    source = read_tensors(path)
     try:
         width, vision_width = source["ln_final.weight"].shape[0], source["visual.ln_post.weight"].shape[0]
         patch, patches = source["visual.conv1.weight"].shape[-1], source["visual.positional_embedding"].shape[0] - 1
@@ -123,10 +112,7 @@ def load_open_clip(path: str) -> "CLIPModel":
     model = CLIPModel(
         CLIPConfig(text_config={**text, **common}, vision_config={**vision, **common}, projection_dim=embed)
     )
-    try:
-        model.load_state_dict(from_open_clip(source))
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit a CLIP model of its own sizes: {error}") from error
+    load_strictly(model, from_open_clip(source), path, "a CLIP model of its own sizes")
     return model
 
 

@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from recast_lightning.rewards.clip import ClipReward, DType
+from recast_lightning.rewards.clip import DType
+from recast_lightning.rewards.clip_reward import ClipSimilarity
 
 
-class PickScore(ClipReward):
+class PickScore(ClipSimilarity):
     r"""Human preference, :math:`\exp(s) \cos(e_\text{image}, e_\text{text}) / 26` with the model's logit scale s.
 
     The division, after Flow-GRPO and DiffusionNFT, brings the usual 18...24 to 0.70...0.92; nothing clips it at 1.
@@ -19,6 +20,8 @@ class PickScore(ClipReward):
     """
 
     name = "pickscore"
+    version = "PickScore_v1"
+    licence = "not verified (code: MIT)"
     score_range = (-100 / 26, 100 / 26)
     fallback_processor = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 

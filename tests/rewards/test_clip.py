@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 from helpers import tiny_clip
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from recast_lightning.prompts import Prompt
@@ -98,6 +98,39 @@ def test_open_clip_files_load_strictly(laion, tmp_path):
         torch.save(broken, tmp_path / f"{name}.pt")
         with pytest.raises(ValueError, match=f"(?s){name}.pt {message}"):
             HPSv2(str(tmp_path / f"{name}.pt"), processor=str(processor)).load()
+
+
+def test_transformers_folders_load_strictly(tmp_path):
+    tiny_clip.save_transformers(tmp_path, quick_gelu=True)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    expected = ClipScore(str(tmp_path))(torch.zeros(1, 3, 32, 32), PROMPTS[:1])
+    ranges = {f"{tower}_model.embeddings.position_ids": torch.arange(9)[None] for tower in ("text", "vision")}
+    save_file({**state, **ranges}, file, {"format": "pt"})  # as older checkpoints have them
+    scores = ClipScore(str(tmp_path))(torch.zeros(1, 3, 32, 32), PROMPTS[:1])
+    torch.testing.assert_close(scores, expected, atol=1e-6, rtol=0)
+    for change, message in [
+        (lambda s: s.pop("vision_model.pre_layrnorm.bias"), "it lacks vision_model.pre_layrnorm.bias"),
+        (lambda s: s.update(surplus=torch.zeros(1)), "it has the surplus surplus"),
+        (lambda s: s.update(logit_scale=torch.zeros(2)), "it has other shapes for logit_scale"),
+    ]:
+        broken = dict(state)
+        change(broken)
+        save_file(broken, file, {"format": "pt"})
+        with pytest.raises(
+            ValueError, match=rf"does not fit the CLIP model that its config.json describes: {message}\.$"
+        ):
+            ClipScore(str(tmp_path)).load()
+
+
+def test_versions_and_licences():
+    said = {kind.name: (kind.version, kind.licence) for kind in (ClipScore, HPSv2, PickScore)}
+    assert said == {
+        "clip_score": ("openai/clip-vit-large-patch14", "not verified (code: MIT)"),
+        "hpsv2": ("HPS_v2.1", "not verified (code: Apache-2.0)"),
+        "pickscore": ("PickScore_v1", "not verified (code: MIT)"),
+    }
+    assert all(kind.differentiable for kind in (ClipScore, HPSv2, PickScore))
 
 
 def test_head_counts_of_vit_h():

@@ -6,6 +6,7 @@ from helpers.pictures import sign
 from torch.nn import functional as F
 
 from recast_lightning.rewards import GenEval, SignboardDetector
+from recast_lightning.rewards.mask2former import Mask2FormerDetector
 from recast_lightning.signboard.world import COLORS, SHAPES, draw_tensor, make_prompts, parse
 
 
@@ -91,3 +92,10 @@ def test_signs_of_the_world(noise, blur, least):
 def test_bad_options(options, name):
     with pytest.raises(ValueError, match=f"{name} is .*expected a fraction"):
         SignboardDetector(**options)
+
+
+def test_geneval_says_whose_weights_it_uses():
+    ours, theirs = GenEval(SignboardDetector()), GenEval(Mask2FormerDetector("a/swin", clip="b/clip"))
+    assert (ours.version, ours.licence) == ("", "")
+    assert theirs.version == "swin, clip"
+    assert "CC-BY-NC-4.0" in theirs.licence

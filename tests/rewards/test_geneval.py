@@ -6,7 +6,9 @@ import torch
 
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import Detection, Detector, GenEval
-from recast_lightning.rewards.geneval import geneval_score, relative_position
+from recast_lightning.rewards.detectors import Failure, Hint
+from recast_lightning.rewards.geneval import TAGS, check_metadata, geneval_score, relative_position
+from recast_lightning.rewards.tag_means import TagMeans
 
 
 def things(label, number, color=None, x=0.0, score=0.95):
@@ -142,7 +144,8 @@ class Scripted(Detector):
         super().__init__()
         self.found = found
 
-    def detect(self, images):
+    def detect(self, images, hints=None):
+        self.hints = hints
         return self.found[: len(images)]
 
 
@@ -170,6 +173,19 @@ def test_thresholds_can_be_set():
         ([{"count": 1}], r"include\[0\]"),
         ([{"class": "cup", "count": 1, "position": ["above", 0]}], "index of an earlier item"),
         ([{"class": "a", "count": 1}, {"class": "b", "count": 1, "position": ["near", 0]}], "expected one of left of"),
+        ([{"class": "a", "count": 1}, {"class": "b", "count": 1, "position": "above"}], "index of an earlier item"),
+        (
+            [{"class": "a", "count": 1}, {"class": "b", "count": 1, "position": ["above", -1]}],
+            "index of an earlier item",
+        ),
+        (
+            [{"class": "a", "count": 1}, {"class": "b", "count": 1, "position": ["above", "0"]}],
+            "index of an earlier item",
+        ),
+        ([{"class": "cup", "count": True}], r"include\[0\]"),
+        ([{"class": "cup", "count": 1, "color": ["red"]}], r"include\[0\] has the color \['red'\]: expected a name"),
+        (["cup"], "include is .*: expected a list of objects"),
+        ({"class": "cup", "count": 1}, "include is .*: expected a list of objects"),
     ],
 )
 def test_malformed_metadata(include, message):
@@ -183,3 +199,102 @@ def test_unknown_mode():
         ValueError, match='mode is "exact": expected one of partial, strict, official, upstream_partial'
     ):
         GenEval(Scripted([]), mode="exact")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tag": "colour"},
+            "its tag is 'colour': expected one of single_object, two_object, counting, colors, position",
+        ),
+        ({"exclude": [{"class": "cup"}]}, r'exclude\[0\] is .*: expected a "class" and a "count"'),
+    ],
+)
+def test_the_rest_of_the_schema(change, message):
+    check_metadata(COUNTING)
+    check_metadata({**COUNTING, "ocr": "free"})
+    with pytest.raises(ValueError, match=message):
+        check_metadata(COUNTING | change)
+
+
+def test_detectors_are_told_what_matters():
+    detector = Scripted([[]] * 3)
+    GenEval(detector)(torch.rand(3, 3, 8, 8), [Prompt("p", m) for m in (COUNTING, COLOR_ATTR, POSITION)])
+    cup_and_dog = frozenset({"cup", "dog"})
+    assert detector.hints == [Hint(0.9, frozenset()), Hint(0.3, cup_and_dog), Hint(0.3, frozenset())]
+
+
+def test_classes_and_colours_that_the_detector_does_not_know():
+    detector = Scripted([[]])
+    detector.classes, detector.colors = ("cup",), ("red",)
+    reward = GenEval(detector)
+    reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLORS)])
+    with pytest.raises(ValueError, match="the class 'dog', which Scripted does not know: expected one of cup"):
+        reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLOR_ATTR)])
+    detector.colors = ("blue",)
+    with pytest.raises(ValueError, match="the color 'red', which Scripted does not know: expected one of blue"):
+        reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLORS)])
+
+
+@pytest.mark.parametrize("mode", ["partial", "strict", "official", "upstream_partial"])
+def test_a_failed_detector_is_not_a_zero(mode, caplog):
+    nan_box = [Detection("cup", 0.95, (0, 0, math.nan, 10))]
+    nan_score = [Detection("cup", math.nan, (0, 0, 10, 10))]
+    reward = GenEval(Scripted([Failure("the lens is broken"), nan_box, nan_score, [], things("cup", 1)]), mode=mode)
+    scores = reward(torch.rand(5, 3, 8, 8), [Prompt("p", SINGLE)] * 5)
+    assert scores.isnan().tolist() == [True, True, True, False, False]
+    assert scores[3:].tolist() == [0, 1]
+    assert reward.failed == 3
+    assert "the lens is broken" in caplog.text
+    assert "a certainty or a box that is NaN or infinite" in caplog.text
+
+
+def tagged(*tags):
+    return [Prompt(f"a {tag}", {"tag": tag}) for tag in tags]
+
+
+def test_overall_is_the_mean_over_tags():
+    metric = TagMeans()
+    metric.update(torch.tensor([1.0, 1, 1, 0]), tagged("counting", "counting", "counting", "counting"))
+    metric.update(torch.tensor([0.5, math.nan]), tagged("position", "position"))
+    result = {name: value.item() for name, value in metric.compute().items()}
+    assert result == {"overall": pytest.approx((0.75 + 0.5) / 2), "counting": 0.75, "position": 0.5}
+
+    # Two processes: their states are summed.
+    other = TagMeans()
+    other.update(torch.tensor([1.0, 0.25]), tagged("position", "colors"))
+    for state, reduce in metric._reductions.items():
+        setattr(metric, state, reduce(torch.stack([getattr(metric, state), getattr(other, state)])))
+    metric._computed = None
+    result = {name: value.item() for name, value in metric.compute().items()}
+    assert result == {
+        "overall": pytest.approx((0.75 + 0.25 + 0.75) / 3),
+        "counting": 0.75,
+        "colors": 0.25,
+        "position": 0.75,
+    }
+
+    metric.reset()
+    metric.update(torch.arange(6.0), tagged(*TAGS))
+    assert {name: value.item() for name, value in metric.compute().items()} == {
+        "overall": 2.5,
+        **dict(zip(TAGS, range(6), strict=True)),
+    }
+
+
+def test_a_tag_without_scores_makes_the_whole_unknown():
+    metric = TagMeans()
+    metric.update(torch.tensor([1.0, math.nan]), tagged("counting", "colors"))
+    result = metric.compute()
+    assert result["counting"] == 1
+    assert result["colors"].isnan()
+    assert result["overall"].isnan()
+
+
+def test_means_need_the_tags():
+    metric = TagMeans()
+    with pytest.raises(ValueError, match="'p' has the tag None: expected one of single_object"):
+        metric.update(torch.zeros(1), [Prompt("p", SINGLE | {"tag": None})])
+    with pytest.raises(ValueError, match=r"scores of shape \[2\] for 1 prompts"):
+        metric.update(torch.zeros(2), tagged("colors"))

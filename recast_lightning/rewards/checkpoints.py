@@ -1,0 +1,92 @@
+"""Reading published weight files: from a folder or the hub, and only if every tensor finds its place."""
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+SUFFIXES = (".pt", ".pth", ".safetensors")
+
+
+def fetch(path: str, filename: str, user: str) -> str:
+    """The local path of a weight file.
+
+    Args:
+        path: The file itself, a folder that holds it, or a hub id.
+        filename: Its name in the folder or on the hub.
+        user: Who asks, for messages.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    if Path(path).is_dir():
+        path = str(Path(path) / filename)
+        if not Path(path).is_file():
+            raise ValueError(f"{user} found no file {path}.")
+    if Path(path).exists():
+        return path
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return hf_hub_download(path, filename)
+    except (OSError, HfHubHTTPError) as error:
+        raise ValueError(f'{user} found no file "{filename}" in "{path}", neither here nor on the hub.') from error
+
+
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """Read a state dict, or a dict that holds one as ``state_dict``, from a .pt, .pth or .safetensors file.
+
+    Nothing in the file is executed.
+
+    Raises:
+        ValueError: If the file holds anything else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        source = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as a file of weights ({type(error).__name__}).") from error
+    source = source.get("state_dict", source) if isinstance(source, dict) else source
+    if not isinstance(source, dict) or not all(isinstance(value, Tensor) for value in source.values()):
+        raise ValueError(f"{path} holds no state dict: expected names and tensors only.")
+    return source
+
+
+def load_strictly(model: nn.Module, tensors: dict[str, Tensor], path: str, kind: str) -> None:
+    """Copy tensors into a model whose state dict has exactly their names and shapes.
+
+    Raises:
+        ValueError: Naming the file `path`, the `kind` of model, and what is missing, surplus, or of another shape.
+    """
+    own = model.state_dict()
+    check_fit(
+        path,
+        kind,
+        missing=own.keys() - tensors.keys(),
+        surplus=tensors.keys() - own.keys(),
+        misshapen=(key for key in own.keys() & tensors.keys() if own[key].shape != tensors[key].shape),
+    )
+    model.load_state_dict(tensors)
+
+
+def check_fit(path: str, kind: str, missing: Iterable[str], surplus: Iterable[str], misshapen: Iterable[str]) -> None:
+    """Refuse weights that do not fit their model.
+
+    Raises:
+        ValueError: If any tensor is missing, surplus, or of another shape.
+    """
+    faults = {"lacks": missing, "has the surplus": surplus, "has other shapes for": misshapen}
+    found = [f"it {fault} {_few(names)}" for fault, keys in faults.items() if (names := sorted(keys))]
+    if found:
+        raise ValueError(f"{path} does not fit {kind}: {', '.join(found)}.")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
