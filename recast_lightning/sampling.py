@@ -34,7 +34,7 @@ class SamplingModule(L.LightningModule):
         policy: the text-to-image policy.
         rewards: name → reward model; all are evaluated.
         num_workers: of `ScoringPool`.
-        reward_device: of `ScoringPool`.
+        reward_device: where inline rewards score; default where the images are.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SamplingModule(L.LightningModule):
                 raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
         self.policy = policy
         self.reward_models = rewards
-        self.scoring = ScoringPool(rewards, num_workers, reward_device)
+        self.scoring = ScoringPool(rewards, num_workers, _device(reward_device))
         self.called_constant: set[str] = set()
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
         self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
@@ -183,3 +183,10 @@ class SamplingModule(L.LightningModule):
             means = metric.compute()  # type: ignore[operator]
             self.log_dict({f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()})
             metric.reset()  # type: ignore[operator]
+
+
+def _device(name: str | None) -> torch.device | None:
+    try:
+        return None if name is None else torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"reward_device is {name!r}: expected cpu, cuda or, e.g., cuda:1.") from error

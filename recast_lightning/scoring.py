@@ -69,11 +69,12 @@ class ScoringPool:
         device: Where inline rewards score; default where the images are.
     """
 
-    def __init__(self, models: dict[str, RewardModel], num_workers: int = 0, device: str | None = None) -> None:
+    def __init__(
+        self, models: dict[str, RewardModel], num_workers: int = 0, device: torch.device | None = None
+    ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers must be at least 0, got {num_workers}.")
-        self.models, self.num_workers = models, num_workers
-        self.device = None if device is None else torch.device(device)
+        self.models, self.num_workers, self.device = models, num_workers, device
         self.places = {name: place_of(name, model) if num_workers else "inline" for name, model in models.items()}
         self._pending: deque[PendingScores] = deque()
         self._crew: _Crew | None = None

@@ -25,6 +25,21 @@ CASES = {
     "unknown credit": ({"model__stages__0__credit": "magic"}, "magic"),
     "no profiler": ({"trainer__callbacks": []}, "add RenyiProfilerCallback"),
     "missing profile": ({"trainer__callbacks__0__init_args__profile": "nowhere"}, "nowhere"),
+    "a device that is none": ({"model__reward_device": "gpu0"}, "reward_device is 'gpu0': expected cpu, cuda"),
+    "failure share": ({"model__failure_share": 2}, "failure_share must be in [0, 1], got 2"),
+    "aggregation": ({"model__aggregation": "mean"}, "mean"),
+    "negative workers": ({"model__num_workers": -1}, "num_workers must be at least 0, got -1"),
+    "levels of a profile": ({"trainer__callbacks__0__init_args__levels": 6}, "levels must be 2 to 3"),
+    "nested order, one rollout": ({"trainer__callbacks__0__init_args__order": 1.0}, "Order 1 needs at least 2 rollouts"),
+    "a signed reward to be measured": (
+        {"model__rewards__clip": {"class_path": "recast_lightning.rewards.HTTPReward",
+                                  "init_args": {"url": "http://localhost:1"}}},
+        "http can score below 0 (down to -inf)",
+    ),
+    "a template that is not there": (
+        {"model__rewards__clip": {"class_path": "recast_lightning.rewards.HPSv3", "init_args": {"template": "./nowhere"}}},
+        "./nowhere",
+    ),
     "missing proposals": (
         {"trainer__callbacks__0__init_args__proposals": {
             "class_path": "recast_lightning.proposals.FolderProposals", "init_args": {"path": "nowhere"}}},

@@ -61,7 +61,7 @@ def test_the_log_has_every_term_that_one_debugs_with(run):
     for name in (
         "train/loss", "train/positive", "train/negative", "train/kl", "train/old_deviation", "train/grad_norm",
         "train/x0_norm", "reward/clip/mean", "reward/clip/std", "r/mean", "r/std", "advantage/dead_share",
-        "rollout/images_per_second", "val/ocr",
+        "rollout/images_per_second", "val/ocr", "val/geneval/overall", "val/geneval/colors", "reward/clip/failed",
     ):  # fmt: skip
         assert name in header
 
