@@ -74,14 +74,7 @@ def measure_profile(
     if isinstance(proposals, PolicyProposals):
         _check_share(rewards, latents, numbers, proposals, batch_size)
     conditions = policy.encode_prompts([p.text for p in prompts])
-    metadata: dict[str, Any] = {
-        "policy": policy.path,
-        "proposals": type(proposals).__name__,
-        "seed": module.seed,
-        "rollout": trainer.current_epoch,
-        "fingerprints": {"policy": policy_fingerprint(policy), "prompts": _hash([p.text for p in prompts])},
-        "versions": {package: version(package) for package in PACKAGES},
-    }
+    metadata = _metadata(trainer, module, proposals, prompts)
 
     def velocity(x: Tensor, sigma: Tensor, index: Tensor) -> Tensor:
         return policy(x, sigma, conditions[index])
@@ -122,6 +115,21 @@ def measure_profile(
                 world_size=trainer.world_size,
                 total=total if trainer.world_size > 1 else None,
             )
+
+
+def _metadata(
+    trainer: L.Trainer, module: RecastModule, proposals: Proposals, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """What a profile is of: policy, prompts, source, seed, versions."""
+    fingerprints = {"policy": policy_fingerprint(module.policy), "prompts": _hash([p.text for p in prompts])}
+    return {
+        "policy": module.policy.path,
+        "proposals": type(proposals).__name__,
+        "seed": module.seed,
+        "rollout": trainer.current_epoch,
+        "fingerprints": fingerprints,
+        "versions": {package: version(package) for package in PACKAGES},
+    }
 
 
 @torch.no_grad()

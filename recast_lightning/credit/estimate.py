@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recast_lightning.credit.curves import Curve, bootstrap_weights, estimate_curve, interpolate
-from recast_lightning.credit.plan import Steps, check_order, make_plan
+from recast_lightning.credit.plan import Plan, Steps, check_order, make_plan
 from recast_lightning.credit.profile import Profile
 from recast_lightning.credit.rollouts import Keeper, Rollouts
 from recast_lightning.flow import Posterior, Velocity
@@ -131,28 +131,32 @@ def estimate_profile(
     curves = _curves(list(rewards), work.by_level(summed(scores)), groups, order, importance, seed)
     if keep is not None:
         keep.delete()
+    facts = {
+        "sigmas": sigmas.detach().cpu().clone(), "order": float(order), "posterior": posterior, "steps": steps,
+        "num_proposals": len(proposals), "num_prompts": len(groups.unique()), "network_calls": network_calls,
+        "metadata": metadata or {},
+    }  # fmt: skip
+    return _assembled(curves, plan, importance, facts)
+
+
+def _assembled(curves: dict[str, Curve], plan: Plan, importance: bool, facts: dict[str, Any]) -> Profile:
+    """The profile of the curves of all rewards, with unmeasured levels filled in."""
 
     def on_all_levels(field: str) -> Tensor:
-        return interpolate(torch.stack([getattr(c, field) for c in curves.values()]), plan.levels, len(sigmas) - 1)
+        rows = torch.stack([getattr(curve, field) for curve in curves.values()])
+        return interpolate(rows, plan.levels, len(facts["sigmas"]) - 1)
 
     return Profile(
         divergence=on_all_levels("divergence"),
         replicates=on_all_levels("replicates").transpose(0, 1).contiguous(),
         nested_bias=on_all_levels("nested_bias"),
         mean_rewards=on_all_levels("mean_rewards"),
-        sigmas=sigmas.detach().cpu().clone(),
-        rewards=list(rewards),
-        order=float(order),
-        posterior=posterior,
-        steps=steps,
+        rewards=list(curves),
         levels=plan.levels,
         rollouts=plan.rollouts,
-        num_proposals=len(proposals),
-        num_prompts=len(groups.unique()),
         failed={name: curve.failed for name, curve in curves.items()},
         effective_samples={name: curve.effective_samples for name, curve in curves.items()} if importance else {},
-        network_calls=network_calls,
-        metadata=metadata or {},
+        **facts,
     )
 
 
