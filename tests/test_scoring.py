@@ -190,12 +190,16 @@ if __name__ == "__main__":
 """
 
 
+# A shell's background jobs, as in some CI, are deaf to Ctrl-C and pass that on; the script and its workers are not to be.
+HEARS_CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.orig_argv[:1] + sys.argv[1:])"
+
+
 def test_no_process_is_left_behind_in_the_middle_of_a_batch(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     runs = {}
     for way in ("interrupt", "kill"):
-        command = [sys.executable, str(tmp_path / "script.py"), way]
+        command = [sys.executable, "-c", HEARS_CTRL_C, str(tmp_path / "script.py"), way]
         environment["SLEEPY"] = str(tmp_path / way)
         runs[way] = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
