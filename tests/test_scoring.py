@@ -191,7 +191,11 @@ if __name__ == "__main__":
 
 
 # A shell's background jobs, as in some CI, are deaf to Ctrl-C and pass that on; the script and its workers are not to be.
-HEARS_CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.orig_argv[:1] + sys.argv[1:])"
+HEARS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def test_no_process_is_left_behind_in_the_middle_of_a_batch(tmp_path):
