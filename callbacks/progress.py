@@ -112,6 +112,6 @@ class RecastProgressBar(ProgressBar):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Close it and print the means."""
         self._stop(self._evaluation)
-        values = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        values = {k: v for k, v in trainer.callback_metrics.items() if k.startswith("val/") and k.count("/") == 1}
         what = "base policy" if trainer.sanity_checking else "evaluation"
         self.say(f"[green]{what}[/green]  " + "  ".join(f"{k.removeprefix('val/')} {v:.3f}" for k, v in values.items()))

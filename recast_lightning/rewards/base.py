@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from recast_lightning.prompts import Prompt
@@ -106,11 +108,11 @@ class RewardModel(nn.Module, ABC):
         return self._loaded
 
     @torch.no_grad()
-    def forward(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+    def forward(self, images: Tensor | Sequence[Image.Image], prompts: Sequence[Prompt]) -> Tensor:
         """Check the input, score it, and report what could not be scored.
 
         Args:
-            images: [B, 3, H, W], float in [0, 1] or uint8 in 0...255, on any device.
+            images: [B, 3, H, W], float in [0, 1] or uint8 in 0...255, on any device; or PIL images of one size.
             prompts: One prompt an image.
 
         Returns:
@@ -120,7 +122,7 @@ class RewardModel(nn.Module, ABC):
             ValueError: If shape, number, type or range of the input is wrong, or a prompt lacks metadata that is
                 needed.
         """
-        images = _as_unit_float(images)
+        images = _as_unit_float(images if isinstance(images, Tensor) else _stacked(images))
         if len(prompts) != len(images):
             raise ValueError(
                 f"{self.name} got {len(images)} images for {len(prompts)} prompts: give one prompt an image."
@@ -171,6 +173,19 @@ class RewardModel(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles travel without the weights and load them again."""
         return {**self.__dict__, "_loaded": None}
+
+
+def _stacked(pictures: Sequence[Image.Image]) -> Tensor:
+    """PIL images of one size as uint8 [B, 3, H, W]."""
+    sizes = sorted({picture.size for picture in pictures})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The pictures have different sizes, such as {sizes[0]} and {sizes[1]}: score each size apart."
+        )
+    if not sizes:
+        return torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+    arrays = [np.asarray(picture.convert("RGB")) for picture in pictures]
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
 
 
 def _as_unit_float(images: Tensor) -> Tensor:

@@ -104,7 +104,10 @@ def test_validate_and_predict_use_a_checkpoint(run, tmp_path, capsys):
     checkpoint = str(run / "checkpoints/last.ckpt")
     main(["validate", "--config", str(file), "--ckpt_path", checkpoint])
     main(["predict", "--config", str(file), "--ckpt_path", checkpoint])
-    assert f"Pictures: {newest_run(tmp_path) / 'predictions'}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"Pictures: {newest_run(tmp_path) / 'predictions'}" in printed
+    assert "geneval" in printed
+    assert "geneval/" not in printed.partition("Validate metric")[0]  # means over tags are for the log
     rows = [json.loads(x) for x in (newest_run(tmp_path) / "predictions/metadata.jsonl").read_text().splitlines()]
     assert len(rows) == 5
     last = json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import tiny_blip, tiny_clip, tiny_qwen2vl
 from helpers.pictures import sign
+from PIL import Image
 from torch import nn
 
 from recast_lightning.prompts import Prompt
@@ -124,6 +125,17 @@ def test_bytes_floats_and_halves_agree(reward):
     for images in (IMAGES.float() / 255, IMAGES.double() / 255):
         torch.testing.assert_close(reward(images, PROMPTS), scores, atol=1e-6, rtol=0)
     torch.testing.assert_close(reward(IMAGES.half() / 255, PROMPTS), scores, atol=1e-2, rtol=0)
+
+
+def test_pil_images_score_like_tensors(reward):
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in IMAGES]
+    torch.testing.assert_close(reward(pictures, PROMPTS), reward(IMAGES, PROMPTS), atol=5e-6, rtol=0)
+    torch.testing.assert_close(
+        reward([p.convert("RGBA") for p in pictures], PROMPTS), reward(IMAGES, PROMPTS), atol=5e-6, rtol=0
+    )
+    assert reward([], []).shape == (0,)
+    with pytest.raises(ValueError, match=r"different sizes, such as \(32, 64\) and \(64, 64\): score each size apart"):
+        reward([pictures[0], pictures[1].crop((0, 0, 32, 64))], PROMPTS[:2])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
