@@ -118,14 +118,18 @@ class Rollouts:
                     if keep is not None:
                         keep.save(self.state)
                 else:
-                    self.velocity(
-                        self.proposals[:1].to(self.dtype), torch.ones(1, device=self.device), self.own[:1] * 0
-                    )
+                    self._idle_call()
             self._score(everything=True)
         finally:
             if keep is not None:
                 keep.save(self.state, now=True)
         return self.state.scores.view(len(self.state.scores), len(self.own), len(self.jobs))
+
+    @torch.no_grad()
+    def _idle_call(self) -> None:
+        """A call whose result nobody needs."""
+        first = torch.zeros(1, dtype=torch.long, device=self.device)
+        self.velocity(self.proposals[:1].to(self.dtype), torch.ones(1, device=self.device, dtype=self.dtype), first)
 
     def by_level(self, scores: Tensor) -> list[Tensor]:
         """Scores [R, N, J] of level 0 and of each measured level, from those of all jobs [R, N, P]."""

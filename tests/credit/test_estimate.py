@@ -382,6 +382,7 @@ def test_a_process_without_work_calls_the_network_along():
 
     def velocity(x, sigma, index):
         calls.append(len(x))
+        assert index.tolist() == [0] * len(x)
         return gaussian_velocity(x, sigma, index)
 
     with pytest.raises(ValueError, match="failed on every proposal"):
