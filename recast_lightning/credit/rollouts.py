@@ -105,7 +105,7 @@ class Rollouts:
         """
         if keep is not None:
             self.state = keep.restore(self.state, self.device)
-            self._paths()
+            self._paths(self.state.job)
         try:
             while True:
                 self._fill()
@@ -144,21 +144,21 @@ class Rollouts:
             proposals = self.proposals[self.own[new // count].to(self.device)].to(self.dtype)
             level = self.level[new % count]
             clean, noisy = level < 0, torch.where(level >= 0)[0]
-            on = noisy.to(self.device)
+            x0 = proposals[noisy.to(self.device)]
+            job = torch.cat([state.job, new[noisy]])
+            self._paths(job)
+            sigma = self._shaped(self.plan.start[level[noisy]])
+            noise = self._noise(new[noisy], self.plan.place[level[noisy], 0])
             self.state = replace(
                 state,
                 next_job=state.next_job + len(new),
-                job=torch.cat([state.job, new[noisy]]),
+                job=job,
                 step=torch.cat([state.step, torch.zeros_like(noisy)]),
-                x=torch.cat([state.x, proposals[on]]),
-                before=torch.cat([state.before, torch.zeros_like(proposals[on])]),
+                x=torch.cat([state.x, (1 - sigma) * x0 + sigma * noise]),
+                before=torch.cat([state.before, torch.zeros_like(x0)]),
                 done_job=torch.cat([state.done_job, new[clean]]),
                 done_x0=torch.cat([state.done_x0, proposals[clean.to(self.device)]]),
             )
-            self._paths()
-            sigma = self._shaped(self.plan.start[level[noisy]])
-            noise = self._noise(new[noisy], self.plan.place[level[noisy], 0])
-            self.state.x[len(state.x) :] = (1 - sigma) * proposals[on] + sigma * noise
             self._score()
 
     @torch.no_grad()
@@ -207,11 +207,11 @@ class Rollouts:
         rows = torch.where(snr > 0, place + 1, 0).to(self.device)
         return sign * self.pool[(*at, rows)] / self._shaped(torch.where(snr > 0, snr, 1.0).sqrt())
 
-    def _paths(self) -> None:
-        """Has the noise of the active proposals at hand: a ring that grows, and forgets those that are through."""
-        if not len(self.state.job):
+    def _paths(self, job: Tensor) -> None:
+        """Has the noise of the jobs' proposals at hand: a ring that grows, and forgets those that are through."""
+        if not len(job):
             return
-        first, last = (int(n) // len(self.jobs) for n in (self.state.job.min(), self.state.job.max()))
+        first, last = (int(n) // len(self.jobs) for n in (job.min(), job.max()))
         have = self.kept
         if last - first >= len(self.pool):
             have = range(0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recast_lightning.credit import estimate_profile, profile_cost
+from recast_lightning.seeds import noise as keyed_noise
 
 F64 = torch.float64
 
@@ -346,6 +347,24 @@ def test_a_killed_profile_goes_on_with_nothing_done_twice_and_the_same_numbers(t
     assert first + rest == all_calls
     for name in ("divergence", "replicates", "mean_rewards"):
         assert getattr(resumed, name).equal(getattr(straight, name))
+
+
+@pytest.mark.parametrize("kill", [1, 4])
+def test_stopped_while_jobs_enter_the_batch_it_keeps_no_half_made_row(tmp_path, monkeypatch, kill):
+    straight, drawn = small(rollouts=4, steps=6, batch_size=8), []
+
+    def noise(shape, keys):
+        drawn.append(keys)
+        if len(drawn) == kill:
+            raise Killed
+        return keyed_noise(shape, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("recast_lightning.credit.rollouts.keyed_noise", noise)
+        with pytest.raises(Killed):
+            small(rollouts=4, steps=6, batch_size=8, unfinished=tmp_path / "part")
+    resumed = small(rollouts=4, steps=6, batch_size=8, unfinished=tmp_path / "part")
+    assert resumed.divergence.equal(straight.divergence)
 
 
 def test_processes_share_the_work_and_get_the_same_numbers():
