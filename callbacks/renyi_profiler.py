@@ -166,19 +166,32 @@ class RenyiProfilerCallback(L.Callback):
     def measure(self, trainer: L.Trainer, module: RecastModule, names: list[str]) -> Profile:
         """Profile the trained policy as it is now; all processes share the work and get the same numbers."""
         run = run_folder(trainer)
+        unfinished = run and run.parent / "unfinished"
+        return self._measure(trainer, module, names, self.num_prompts, self.rollouts, self.levels, unfinished)
+
+    def _measure(
+        self,
+        trainer: L.Trainer,
+        module: RecastModule,
+        names: list[str],
+        num_prompts: int,
+        rollouts: int | list[int],
+        levels: int | list[int] | None,
+        unfinished: Path | None = None,
+    ) -> Profile:
         return measure_profile(
             trainer,
             module,
             names,
             self.proposals,
-            self.num_prompts,
-            rollouts=self.rollouts,
+            num_prompts,
+            rollouts=rollouts,
             order=self.order,
             posterior=self.posterior,
             steps=self.steps,
-            levels=self.levels,
+            levels=levels,
             batch_size=self.batch_size,
-            unfinished=run and run.parent / "unfinished",
+            unfinished=unfinished,
         )
 
     def _is_due(self, trainer: L.Trainer, module: RecastModule) -> bool:
@@ -192,20 +205,10 @@ class RenyiProfilerCallback(L.Callback):
 
     def _drift_check(self, trainer: L.Trainer, module: RecastModule) -> float:
         """ΣD of the stage's rewards from a few prompts, rolled out from the noisiest level only."""
-        total, _ = measure_profile(
-            trainer,
-            module,
-            [name for name, budget in module.stage.budgets.items() if budget > 0],
-            self.proposals,
-            self.drift_prompts,
-            rollouts=self.rollouts if isinstance(self.rollouts, int) else max(self.rollouts),
-            order=self.order,
-            posterior=self.posterior,
-            steps=self.steps,
-            levels=[module.policy.num_steps],
-            batch_size=self.batch_size,
-        ).totals
-        return float(total.sum())
+        names = [name for name, budget in module.stage.budgets.items() if budget > 0]
+        rollouts = self.rollouts if isinstance(self.rollouts, int) else max(self.rollouts)
+        check = self._measure(trainer, module, names, self.drift_prompts, rollouts, [module.policy.num_steps])
+        return float(check.totals[0].sum())
 
     def _left(self, trainer: L.Trainer, module: RecastModule, index: int, profile: Profile | None) -> None:
         """Record the D of the policy that leaves stage `index`, from the next stage's profile if that has all its rewards."""

@@ -269,7 +269,8 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
 def _print_weights(built: Weights) -> None:
     matrix, profile = built.matrix, built.profile
     print(f"T W, the weight of each reward at each noise level ({matrix.method}, temperature {matrix.temperature:g})")
-    flat = [name for name in matrix.rewards if name in profile.flat]
+    flat = profile.flat
+    flat = [name for name in matrix.rewards if name in flat]
     verdict = f"Cannot be told from flat: {', '.join(flat)}." if flat else "Every reward can be told from flat."
     if len(profile.replicates) < 2:
         verdict = "The profile is of one prompt, so its errors are unknown: no reward can be told from flat."

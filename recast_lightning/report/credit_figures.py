@@ -34,8 +34,9 @@ def gain_curves(profile: Profile) -> Figure:
     figure, axes_of = panels(profile.rewards)
     levels, measured = np.arange(1, len(profile.sigmas)), np.array(profile.levels) - 1
     curves = (part.numpy() for part in (profile.gains, profile.monotone_gains, profile.gains_stderr))
+    styles, flat = reward_styles(profile.rewards), profile.flat
     for name, axes, raw, gains, error in zip(profile.rewards, axes_of, *curves, strict=True):
-        style = reward_styles(profile.rewards)[name]
+        style = styles[name]
         axes.axhline(0, color="0.7", linewidth=0.8)
         _band(axes, levels, gains, error, style.colour)
         axes.plot(levels[measured], raw[measured], linestyle="", marker="o", **_RAW, label="as measured")
@@ -47,7 +48,7 @@ def gain_curves(profile: Profile) -> Figure:
             "markersize": 4.5,
         }
         axes.plot(levels, gains, **line, markevery=measured.tolist(), label=label)
-        axes.set_title(f"{name} (flat)" if name in profile.flat else name)
+        axes.set_title(f"{name} (flat)" if name in flat else name)
         level_axis(axes, len(levels))
     axes_of[0].set_ylabel("gain ΔD (nats)")
     handles, labels = axes_of[0].get_legend_handles_labels()
