@@ -1,45 +1,22 @@
-"""The policy: a diffusers SD3 pipeline with LoRA adapters. The only file that knows diffusers and peft.
+"""The policy: a diffusers SD3 pipeline with LoRA adapters. With adapters.py, all that knows diffusers and peft.
 
-Shape legend: B batch, L text tokens, D text width, P pooled width, C H W latents; noise levels ascend from clean to noisy.
+Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from recast_lightning.adapters import LORA_TARGETS, Adapter, Adapters
+from recast_lightning.embeddings import Condition, PromptEncoder
 from recast_lightning.flow import sample_ode
-from recast_lightning.seeds import derive_seed
-
-Adapter = Literal["default", "old", "ema"]
-ADAPTERS: tuple[Adapter, ...] = ("old", "ema", "default")  # diffusers trains the one added last
-LORA_TARGETS = (
-    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Encoded prompts: embeddings [B, L, D] and pooled [B, P]."""
-
-    embeddings: Tensor
-    pooled: Tensor
-
-    def __getitem__(self, index: Tensor) -> Condition:
-        return Condition(self.embeddings[index], self.pooled[index])
-
-    def to(self, device: torch.device) -> Condition:
-        """Move both tensors."""
-        return Condition(self.embeddings.to(device), self.pooled.to(device))
 
 
 class Policy(nn.Module):
@@ -96,7 +73,6 @@ class Policy(nn.Module):
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.gradient_checkpointing, self.embedding_cache = gradient_checkpointing, embedding_cache
         self._helpers: dict[str, Any] = {}
-        self._cache: OrderedDict[str, Condition] = OrderedDict()
 
     def validate(self) -> None:
         """Check the path without loading anything.
@@ -135,37 +111,14 @@ class Policy(nn.Module):
         path = resolve(self.path, "policy")
         absent = {} if self.use_t5 and _has_t5(path) else {"text_encoder_3": None, "tokenizer_3": None}
         pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **absent)
-        pipeline.transformer.requires_grad_(False)
         self.transformer = pipeline.transformer
-        self._add_adapters(seed)
+        self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        for name in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
-            if getattr(pipeline, name) is not None:
-                getattr(pipeline, name).eval().requires_grad_(False)
+        encoder = PromptEncoder(pipeline, self.max_sequence_length, self.embedding_cache, self.offload_frozen)
         pipeline.scheduler.set_timesteps(self.num_steps)
         self.sigmas = pipeline.scheduler.sigmas.flip(0).double().cpu()
-        self._helpers = {"pipeline": pipeline, "vae": pipeline.vae}
-
-    def _add_adapters(self, seed: int) -> None:
-        from peft import LoraConfig
-        from peft.tuners.lora import LoraLayer
-
-        config = LoraConfig(
-            r=self.lora_rank,
-            lora_alpha=self.lora_alpha,
-            init_lora_weights="gaussian",
-            target_modules=list(self.lora_targets),
-        )
-        with torch.random.fork_rng(devices=[]):
-            for name in ADAPTERS:  # the same seed: all three start equal
-                torch.manual_seed(derive_seed(seed, "lora"))
-                self.transformer.add_adapter(config, name)
-        self._layers: list[Any] = [m for m in self.transformer.modules() if isinstance(m, LoraLayer)]
-        for name, parameter in self.transformer.named_parameters():
-            parameter.requires_grad_(".default." in name)
-            if ".lora_" in name:
-                parameter.data = parameter.data.float()
+        self._helpers = {"vae": pipeline.vae.eval().requires_grad_(False), "encoder": encoder}
 
     @property
     def device(self) -> torch.device:
@@ -178,33 +131,17 @@ class Policy(nn.Module):
         scale = 2 ** (len(self._helpers["vae"].config.block_out_channels) - 1)
         return self.transformer.config.in_channels, self.height // scale, self.width // scale
 
-    @contextmanager
-    def adapter(self, name: Adapter | None) -> Iterator[None]:
-        """Use another adapter (None: the frozen reference) for forwards without gradients.
-
-        It touches neither `requires_grad` (peft's `set_adapter` does, which starves gradients) nor a forward that backward
-        has yet to recompute: leave the block before the trained forward.
-        """
-        before = [(layer._active_adapter, layer._disable_adapters) for layer in self._layers]
-        for layer in self._layers:
-            layer._disable_adapters = name is None
-            layer._active_adapter = [name or "default"]
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for layer, (active, disabled) in zip(self._layers, before, strict=True):
-                layer._active_adapter, layer._disable_adapters = active, disabled
+    def adapter(self, name: Adapter | None) -> AbstractContextManager[None]:
+        """See `Adapters.use`."""
+        return self.adapters.use(name)
 
     def adapter_parameters(self, name: Adapter) -> list[nn.Parameter]:
         """The weights of one adapter, in the same order for every adapter."""
-        return [p for n, p in self.transformer.named_parameters() if f".{name}." in n]
+        return self.adapters.parameters(name)
 
-    @torch.no_grad()
     def blend(self, target: Adapter, source: Adapter, keep: float) -> None:
         """θ_target ← keep·θ_target + (1 − keep)·θ_source."""
-        for p, q in zip(self.adapter_parameters(target), self.adapter_parameters(source), strict=True):
-            p.lerp_(q, 1 - keep)
+        self.adapters.blend(target, source, keep)
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity v [B, C, H, W] (float32) at x_σ [B, C, H, W], σ [B]."""
@@ -227,35 +164,9 @@ class Policy(nn.Module):
             return sample_ode(velocity, noise, self.sigmas, solver=self.solver)
 
     def encode_prompts(self, texts: Sequence[str]) -> Condition:
-        """Encode prompts one at a time (so that a prompt's embedding does not depend on its neighbours), with a cache."""
-        missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
-        rows = {text: self._cache[text] for text in texts if text in self._cache} | self._encode(missing)
-        for text, row in rows.items():
-            self._cache[text] = row
-            self._cache.move_to_end(text)
-        while len(self._cache) > self.embedding_cache:
-            self._cache.popitem(last=False)
-        embeddings = torch.cat([rows[text].embeddings for text in texts])
-        return Condition(embeddings, torch.cat([rows[text].pooled for text in texts])).to(self.device)
-
-    @torch.no_grad()
-    def _encode(self, texts: Sequence[str]) -> dict[str, Condition]:
-        pipeline = self._helpers["pipeline"]
-        encoders = [
-            e for e in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3) if e is not None
-        ]
-        rows = {}
-        for encoder in encoders if texts else []:
-            encoder.to(self.device)
-        for text in texts:
-            embeddings, _, pooled, _ = pipeline.encode_prompt(
-                text, None, None, do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length, device=self.device,
-            )  # fmt: skip
-            rows[text] = Condition(embeddings, pooled).to(torch.device("cpu"))
-        for encoder in encoders if self.offload_frozen else []:
-            encoder.to("cpu")
-        return rows
+        """Encoded prompts, on the transformer's device."""
+        condition: Condition = self._helpers["encoder"].encode(texts, self.device)
+        return condition
 
     @contextmanager
     def _vae(self) -> Iterator[Any]:
@@ -282,18 +193,8 @@ class Policy(nn.Module):
         return (z.float() - vae.config.shift_factor) * vae.config.scaling_factor
 
     def save_lora(self, folder: Path, adapter: Adapter = "ema") -> None:
-        """Write an adapter as `pytorch_lora_weights.safetensors` that diffusers' `load_lora_weights` reads, scale included."""
-        from diffusers import StableDiffusion3Pipeline
-        from peft import get_peft_model_state_dict
-
-        weights = get_peft_model_state_dict(self.transformer, adapter_name=adapter)
-        config = self.transformer.peft_config[adapter].to_dict()
-        metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
-        StableDiffusion3Pipeline.save_lora_weights(
-            folder,
-            transformer_lora_layers={k: v.contiguous().cpu() for k, v in weights.items()},
-            transformer_lora_adapter_metadata=metadata,
-        )
+        """See `Adapters.save`."""
+        self.adapters.save(folder, adapter)
 
 
 def _has_t5(path: str) -> bool:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from recast_lightning.adapters import ADAPTERS
 from recast_lightning.paths import EMBEDDED
-from recast_lightning.policy import ADAPTERS, Policy
+from recast_lightning.policy import Policy
 from recast_lightning.seeds import noise
 
 TEXTS = ['a sign with two red circles above the text "TAN"', 'a sign with a blue star below the text "LO"']
@@ -83,10 +84,10 @@ def test_switching_before_the_trained_pass_keeps_every_gradient(checkpointing):
 
 
 def test_adapter_is_restored_after_an_exception(policy):
-    before = [(layer._active_adapter, layer._disable_adapters) for layer in policy._layers]
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in policy.adapters.layers]
     with pytest.raises(RuntimeError, match="stop"), policy.adapter("old"):
         raise RuntimeError("stop")
-    assert [(layer._active_adapter, layer._disable_adapters) for layer in policy._layers] == before
+    assert [(layer._active_adapter, layer._disable_adapters) for layer in policy.adapters.layers] == before
 
 
 def test_blend_is_the_decay_of_the_design():
@@ -119,21 +120,21 @@ def test_sampling_matches_the_pipeline_itself(policy):
     """Euler on the scheduler's grid is what diffusers does; ours must be the same picture."""
     euler = Policy(num_steps=4, lora_rank=2, solver="euler")
     euler.load()
-    pipeline = euler._helpers["pipeline"]
+    pipeline = euler._helpers["encoder"].pipeline
     start = noise(euler.latent_shape, [("test", 0)])
     expected = pipeline(
         TEXTS[0], num_inference_steps=4, guidance_scale=1.0, height=64, width=64, latents=start.clone(),
         max_sequence_length=0, output_type="pt",
     ).images  # fmt: skip
-    euler._helpers["pipeline"].scheduler.set_timesteps(4)
+    euler._helpers["encoder"].pipeline.scheduler.set_timesteps(4)
     actual = euler.decode(euler.sample(start, euler.encode_prompts(TEXTS[:1]), None))
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=0)
 
 
 def test_a_prompts_embedding_does_not_depend_on_its_neighbours(policy):
-    policy._cache.clear()
+    policy._helpers["encoder"].cache.clear()
     together = policy.encode_prompts(TEXTS)
-    policy._cache.clear()
+    policy._helpers["encoder"].cache.clear()
     alone = policy.encode_prompts(TEXTS[1:])
     assert torch.equal(together.embeddings[1:], alone.embeddings)
     assert torch.equal(together.pooled[1:], alone.pooled)
@@ -142,7 +143,7 @@ def test_a_prompts_embedding_does_not_depend_on_its_neighbours(policy):
 def test_the_prompt_cache_is_bounded():
     policy = fresh(embedding_cache=1)
     assert policy.encode_prompts(TEXTS).embeddings.shape[0] == 2
-    assert list(policy._cache) == TEXTS[1:]
+    assert list(policy._helpers["encoder"].cache) == TEXTS[1:]
 
 
 def test_autoencoder_round_trip_keeps_a_sign(policy):

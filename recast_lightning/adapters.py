@@ -1,0 +1,91 @@
+"""LoRA adapters on a diffusers transformer: trained, old, averaged; none is the frozen reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recast_lightning.seeds import derive_seed
+
+Adapter = Literal["default", "old", "ema"]
+ADAPTERS: tuple[Adapter, ...] = ("old", "ema", "default")  # diffusers trains the one added last
+LORA_TARGETS = (
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+)  # fmt: skip
+
+
+class Adapters:
+    """The three adapters of a transformer, whose base they freeze.
+
+    Args:
+        transformer: a diffusers transformer.
+        rank: of the adapters.
+        alpha: their scale.
+        targets: modules that get adapters, by the end of their name.
+        seed: keys their first weights, which are the same for all three.
+    """
+
+    def __init__(self, transformer: Any, rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
+        from peft import LoraConfig
+        from peft.tuners.lora import LoraLayer
+
+        self.transformer = transformer
+        transformer.requires_grad_(False)
+        config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))
+        with torch.random.fork_rng(devices=[]):
+            for name in ADAPTERS:
+                torch.manual_seed(derive_seed(seed, "lora"))
+                transformer.add_adapter(config, name)
+        self.layers: list[Any] = [m for m in transformer.modules() if isinstance(m, LoraLayer)]
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(".default." in name)
+            if ".lora_" in name:
+                parameter.data = parameter.data.float()
+
+    @contextmanager
+    def use(self, name: Adapter | None) -> Iterator[None]:
+        """Use another adapter (None: the frozen reference) for forwards without gradients.
+
+        It touches neither `requires_grad` (peft's `set_adapter` does, which starves gradients) nor a forward that backward
+        has yet to recompute: leave the block before the trained forward.
+        """
+        before = [(layer._active_adapter, layer._disable_adapters) for layer in self.layers]
+        for layer in self.layers:
+            layer._disable_adapters = name is None
+            layer._active_adapter = [name or "default"]
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for layer, (active, disabled) in zip(self.layers, before, strict=True):
+                layer._active_adapter, layer._disable_adapters = active, disabled
+
+    def parameters(self, name: Adapter) -> list[nn.Parameter]:
+        """The weights of one adapter, in the same order for every adapter."""
+        return [p for n, p in self.transformer.named_parameters() if f".{name}." in n]
+
+    @torch.no_grad()
+    def blend(self, target: Adapter, source: Adapter, keep: float) -> None:
+        """θ_target ← keep·θ_target + (1 − keep)·θ_source."""
+        for p, q in zip(self.parameters(target), self.parameters(source), strict=True):
+            p.lerp_(q, 1 - keep)
+
+    def save(self, folder: Path, name: Adapter) -> None:
+        """Write `pytorch_lora_weights.safetensors` that diffusers' `load_lora_weights` reads, scale included."""
+        from diffusers import StableDiffusion3Pipeline
+        from peft import get_peft_model_state_dict
+
+        weights = get_peft_model_state_dict(self.transformer, adapter_name=name)
+        config = self.transformer.peft_config[name].to_dict()
+        metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
+        StableDiffusion3Pipeline.save_lora_weights(
+            folder,
+            transformer_lora_layers={k: v.contiguous().cpu() for k, v in weights.items()},
+            transformer_lora_adapter_metadata=metadata,
+        )
