@@ -15,10 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from recast_lightning.adapters import Adapter
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
-from recast_lightning.policy import Policy
+from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import GenEval, RewardModel
 from recast_lightning.rewards.geneval import TAGS

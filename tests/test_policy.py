@@ -4,9 +4,8 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from recast_lightning.adapters import ADAPTERS
 from recast_lightning.paths import EMBEDDED
-from recast_lightning.policy import Policy
+from recast_lightning.policy import ADAPTERS, Policy
 from recast_lightning.seeds import noise
 
 TEXTS = ['a sign with two red circles above the text "TAN"', 'a sign with a blue star below the text "LO"']

@@ -1,4 +1,4 @@
-"""The policy: a diffusers SD3 pipeline with LoRA adapters. With adapters.py, all that knows diffusers and peft.
+"""A diffusers SD3 pipeline with LoRA adapters.
 
 Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 """
@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recast_lightning.adapters import LORA_TARGETS, Adapter, Adapters
-from recast_lightning.embeddings import Condition, PromptEncoder
 from recast_lightning.flow import sample_ode
+from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters
+from recast_lightning.policy.embeddings import Condition, PromptEncoder
 
 
 class Policy(nn.Module):
