@@ -3,6 +3,7 @@
 from .image_writer import ImageWriter
 from .progress import RecastProgressBar
 from .renyi_profiler import RenyiProfilerCallback
+from .rollout_checkpoint import RolloutCheckpoint
 from .run_report import RunReport
 
-__all__ = ["ImageWriter", "RecastProgressBar", "RenyiProfilerCallback", "RunReport"]
+__all__ = ["ImageWriter", "RecastProgressBar", "RenyiProfilerCallback", "RolloutCheckpoint", "RunReport"]

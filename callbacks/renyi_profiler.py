@@ -117,13 +117,6 @@ class RenyiProfilerCallback(L.Callback):
 
     # Hooks ---------------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write down the W that a resumed run brings along."""
-        assert isinstance(pl_module, RecastModule)
-        folder = run_folder(trainer)
-        if trainer.is_global_zero and pl_module.credit_stage == pl_module.stage_index:
-            self._record(trainer, pl_module, _stage_folder(folder, pl_module), None, pl_module.current_credit())
-
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Build W where a stage begins, and where it is time to measure anew."""
         assert isinstance(pl_module, RecastModule)

@@ -78,7 +78,7 @@ class RunReport(L.Callback):
         assert isinstance(pl_module, RecastModule)
         folder = run_folder(trainer)
         if trainer.is_global_zero and folder is not None:
-            train = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")}
+            train = {f"train/{k}": v for k, v in pl_module.step_means.rollout().items()}
             record = {"rollout": trainer.current_epoch + 1, "stage": pl_module.stage.name}
             record["metrics"] = pl_module.rollout_metrics | train
             _append(folder / "rollouts.jsonl", record)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import signal
+import sys
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
-from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
+from recast_lightning import callbacks, history, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
 from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
 from recast_lightning.cli import EPILOG, _checked, fail
 from recast_lightning.data import PromptDataModule
-from recast_lightning.errors import UserError
+from recast_lightning.errors import Interrupted, UserError
+from recast_lightning.interruption import requeue
 from recast_lightning.module import RecastModule
 from recast_lightning.profile_command import RecastTrainer
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
 
 _C = TypeVar("_C")
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 class RecastParser(LightningArgumentParser):
@@ -37,9 +43,12 @@ class SaveRunConfig(SaveConfigCallback):
     """Keeps config.yaml in the run folder, and nowhere where there is none."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write it, if there is a logger whose folder it belongs to."""
+        """Write it, if there is a logger whose folder it belongs to, and which W&B run belongs to it."""
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
+            for logger in trainer.loggers:
+                if trainer.is_global_zero and isinstance(logger, WandbLogger) and logger.version:
+                    history.note_wandb_run(Path(str(trainer.log_dir)), logger.version)
 
 
 class RecastCLI(LightningCLI):
@@ -75,6 +84,24 @@ class RecastCLI(LightningCLI):
             cls._build(args)
         except UserError as error:
             fail(str(error))
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            where = f" to {error.filename!r}" if error.filename else ""
+            fail(
+                f"Could not write{where}: {error.strerror}. Checkpoints are whole: mend it, then go on with --ckpt_path last."
+            )
+        except Interrupted as stop:
+            cls._leave(stop)
+
+    @staticmethod
+    @rank_zero_only
+    def _leave(stop: Interrupted) -> NoReturn:
+        """End as a process does that a signal ended, after asking SLURM for another turn if that was its warning."""
+        print(f"recast: stopped by {stop}; the same command with --ckpt_path last goes on from here.", file=sys.stderr)
+        if stop.number == signal.SIGUSR1:
+            print(f"recast: {requeue()}", file=sys.stderr)
+        sys.exit(128 + stop.number)
 
     @classmethod
     def _build(cls, args: list[str] | None) -> None:
@@ -99,8 +126,10 @@ class RecastCLI(LightningCLI):
         return parser
 
     def before_instantiate_classes(self) -> None:
-        """`max_epochs` follows from the stages unless it is given."""
+        """`max_epochs` follows from the stages unless it is given; `--ckpt_path last` from the runs that are there."""
         config = self.config[self.subcommand] if self.subcommand else self.config
+        if config.get("ckpt_path") == "last":
+            self._find_last(config)
         total = sum(stage["rollouts"] for stage in config.model.stages)
         if config.trainer.max_epochs is None:
             config.trainer.max_epochs = total
@@ -108,6 +137,28 @@ class RecastCLI(LightningCLI):
             fail(
                 f"trainer.max_epochs is {config.trainer.max_epochs}, but the stages have only {total} rollouts together."
             )
+
+    def _find_last(self, config: Any) -> None:
+        """Take the newest `last.ckpt` of this configuration's runs, and let `fit` go on in its folder; else start afresh."""
+        loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
+        first = loggers[0].get("init_args") if hasattr(loggers[0], "get") else None
+        if first is None or "save_dir" not in first:
+            fail("ckpt_path is 'last', but there is no logger whose folder holds runs: give the path of a checkpoint.")
+        folder = Path(first.save_dir) / (first.get("name") or "lightning_logs")
+        config.ckpt_path = None
+        if (found := history.newest_checkpoint(folder)) is None:
+            if self.subcommand != "fit":
+                fail(f"ckpt_path is 'last', but no run in {str(folder)!r} has a checkpoint yet.")
+            rank_zero_only(print)(f"No run in {folder} has a checkpoint yet: starting afresh.")
+            return
+        config.ckpt_path = str(found)
+        if self.subcommand == "fit":
+            run = found.parents[1]
+            first.version = int(run.name.removeprefix("version_"))
+            for logger in loggers[1:]:
+                if "id" in logger.init_args:  # W&B's
+                    logger.init_args.id = logger.init_args.id or history.wandb_run(run)
+            rank_zero_only(history.set_metrics_aside)(run)
 
     def instantiate_classes(self) -> None:
         """Build everything (nothing is loaded yet), then check it."""

@@ -16,12 +16,22 @@ from recast_lightning.data import PromptDataModule
 from recast_lightning.flow import noise_to
 from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
 from recast_lightning.policy import Policy
+from recast_lightning.resume import dump, restore
 from recast_lightning.rewards import RewardModel
-from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples, rollout_metrics
+from recast_lightning.rollout import (
+    RolloutBuffer,
+    Sample,
+    TrainItem,
+    check_failures,
+    check_sizes,
+    plan_samples,
+    rollout_metrics,
+)
 from recast_lightning.sampling import SamplingModule
 from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.stages import Stage, check_stages, stage_index
+from recast_lightning.step_means import StepMeans
 from recast_lightning.trainer import progress_of
 
 
@@ -90,6 +100,7 @@ class RecastModule(SamplingModule):
             raise ValueError(f"failure_share must be in [0, 1], got {failure_share}.")
         if aggregation not in ("sum", "per_reward"):
             raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {aggregation!r}.")
+        self.timestep_fraction = timestep_fraction
         self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
@@ -101,6 +112,9 @@ class RecastModule(SamplingModule):
         self.credit: CreditMatrix | None = None
         self.credit_stage = -1
         self.rollout_metrics: dict[str, float] = {}
+        self.logged_rollout = -1
+        self.step_means = StepMeans()
+        self.resumed = ""  # what a checkpoint brought, in a sentence
 
     # Configuration -----------------------------------------------------------------------------------------------
 
@@ -127,8 +141,12 @@ class RecastModule(SamplingModule):
         optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
         if not self.warmup_steps:
             return optimizer
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.warm_up)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def warm_up(self, step: int) -> float:
+        """Share of the learning rate at an optimizer step."""
+        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
     # Stages and credit -------------------------------------------------------------------------------------------
 
@@ -189,13 +207,18 @@ class RecastModule(SamplingModule):
                 scores.append(self.scoring.submit(self.policy.decode(x0), prompts[chunk], credit.rewards))
                 latents.append(x0.cpu())
                 advance(len(keys))
+                self.safe_point()
             rewards = torch.cat([batch.result() for batch in scores])
         seconds = time.perf_counter() - started
         optimality = self._optimality(rewards, samples, credit, rollout)
         images = len(samples) * world
         self.rollout_metrics |= {"rollout/images_per_second": images / seconds, "rollout/seconds": seconds}
         trained = [name for name, budget in credit.budgets.items() if budget]  # others may fail without harm
-        self.log_rollout(self.rollout_metrics, trained, images, self.failure_share)
+        if rollout > self.logged_rollout:  # else resumed within it
+            self.logged_rollout = rollout
+            self.step_means.start()
+            self.log_rollout(self.rollout_metrics)
+        check_failures(trained, self.rollout_metrics, images, self.failure_share)
         return RolloutBuffer(samples, torch.cat(latents), [p.text for p in prompts], optimality)
 
     def _update_old(self, rollout: int) -> None:
@@ -255,7 +278,7 @@ class RecastModule(SamplingModule):
             kl = (velocity - velocity_reference).square().flatten(1).mean(1)
         share = valid.float() / len(x0)
         loss = ((terms.loss + self.kl_weight * kl) * share).sum()
-        self._log_step(
+        self.step_means.add(
             loss=loss,
             positive=(terms.positive * share).sum(),
             negative=(terms.negative * share).sum(),
@@ -265,33 +288,26 @@ class RecastModule(SamplingModule):
         )
         return loss
 
-    def _log_step(self, **values: Tensor) -> None:
-        self.log_dict({f"train/{k}": v.detach() for k, v in values.items()}, on_step=False, on_epoch=True, sync_dist=True,
-                      batch_size=self.micro_batch_size)  # fmt: skip
-
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient's norm."""
+        """Note the gradient's norm and the learning rate."""
         norms = [p.grad.norm() for p in self.policy.adapter_parameters("default") if p.grad is not None]
-        norm = torch.stack(norms).norm()
-        self.log("train/grad_norm", norm, on_epoch=True, on_step=False, sync_dist=True, batch_size=1)
+        rate = torch.tensor(optimizer.param_groups[0]["lr"], device=self.device)
+        self.step_means.add(grad_norm=torch.stack(norms).norm(), learning_rate=rate)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, then let the evaluated adapter follow."""
+        """Step, let the evaluated adapter follow, and log the step."""
         super().optimizer_step(*args, **kwargs)
         self.policy.blend("ema", "default", keep=self.ema_decay)
+        means = self.step_means.close(self.trainer.strategy.reduce)
+        for logger in self.trainer.loggers:
+            logger.log_metrics({f"train/{name}": value for name, value in means.items()}, step=self.global_step)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the adapters, W and the counter; the base stays where it came from."""
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if ".lora_" in k}
-        checkpoint["recast"] = {"synced_rollout": self.synced_rollout, "credit_stage": self.credit_stage}
-        if self.credit is not None:
-            checkpoint["recast"]["credit"] = dict(vars(self.credit))
+        """See `resume.dump`."""
+        dump(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
-        self.check_adapters(checkpoint["state_dict"])
-        state = checkpoint["recast"]
-        self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]
-        self.credit = CreditMatrix(**state["credit"]) if "credit" in state else None
+        """See `resume.restore`."""
+        self.resumed = restore(self, checkpoint)

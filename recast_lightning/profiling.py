@@ -77,6 +77,7 @@ def measure_profile(
     metadata = _metadata(trainer, module, proposals, prompts)
 
     def velocity(x: Tensor, sigma: Tensor, index: Tensor) -> Tensor:
+        module.safe_point()  # what was computed so far is in the unfinished profile
         return policy(x, sigma, conditions[index])
 
     def total(tensor: Tensor) -> Tensor:

@@ -185,8 +185,8 @@ class RolloutStream:
             yield self.module.train_item(buffer, rollout, self.position - 1)
 
     def state_dict(self) -> dict[str, int]:
-        """The position."""
-        return {"position": self.position}
+        """The position, and of how many."""
+        return {"position": self.position, "length": len(self)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from a position."""

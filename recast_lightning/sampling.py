@@ -6,7 +6,7 @@ Shape legend: B batch, N samples on this process, M over all processes, R reward
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -22,7 +22,7 @@ from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import GenEval, RewardModel
 from recast_lightning.rewards.geneval import TAGS
 from recast_lightning.rewards.tag_means import TagMeans
-from recast_lightning.rollout import check_failures, constant_rewards
+from recast_lightning.rollout import constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
 
@@ -51,6 +51,7 @@ class SamplingModule(L.LightningModule):
         self.policy = policy
         self.reward_models = rewards
         self.scoring = ScoringPool(rewards, num_workers, _device(reward_device))
+        self.safe_point: Callable[[], None] = lambda: None  # where a signal may stop the run
         self.called_constant: set[str] = set()
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
         self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
@@ -91,11 +92,10 @@ class SamplingModule(L.LightningModule):
         everyone = gathered.reshape(-1, own.shape[1]).cpu()
         return everyone[:, :-1], everyone[:, -1].long()
 
-    def log_rollout(self, metrics: dict[str, float], trained: list[str], images: int, failure_share: float) -> None:
-        """Hand a rollout's numbers to the loggers, then stop if too many scores failed (see `check_failures`)."""
+    def log_rollout(self, metrics: dict[str, float]) -> None:
+        """Hand a rollout's numbers to the loggers."""
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.global_step)
-        check_failures(trained, metrics, images, failure_share)
 
     def warn_of_constants(self, names: list[str], rewards: Tensor, rollout: int) -> None:
         """Name the rewards that cannot tell any of the images of a rollout apart, each once; scores are [N, R]."""
@@ -120,6 +120,7 @@ class SamplingModule(L.LightningModule):
         from the same noise.
         """
         keys = [("evaluation", p.text, o) for p, o in zip(batch["prompts"], batch["occurrence"], strict=True)]
+        self.safe_point()
         images = self.policy.decode(self.draw(keys, batch["prompts"], "ema"))
         scores = self.score(images, batch["prompts"], list(self.reward_models))
         texts = [p.text for p in batch["prompts"]]
@@ -143,14 +144,16 @@ class SamplingModule(L.LightningModule):
         """Images and scores."""
         return self.evaluate_batch(batch)
 
-    def check_adapters(self, weights: dict[str, Tensor]) -> None:
-        """Refuse a checkpoint's adapters that fit nowhere.
+    def check_adapters(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint that is not of such a run, or whose adapters fit nowhere.
 
         Raises:
             UserError: saying how many fit.
         """
+        if "recast" not in checkpoint:
+            raise UserError("The checkpoint was not written by `recast fit`: give a run's checkpoints/last.ckpt.")
         own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
-        theirs = {(k, v.shape) for k, v in weights.items()}
+        theirs = {(k, v.shape) for k, v in checkpoint["state_dict"].items()}
         if own != theirs:
             raise UserError(
                 f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
@@ -172,6 +175,10 @@ class SamplingModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log GenEval's means over tags, and their mean, as `val/<name>/overall`."""
+        if self.trainer.state.fn == "fit":
+            self.log(
+                "step", float(self.global_step), sync_dist=True
+            )  # Lightning's own is off by one after some resumes
         self._log_tag_means("val")
 
     def on_test_epoch_end(self) -> None:
@@ -181,7 +188,8 @@ class SamplingModule(L.LightningModule):
     def _log_tag_means(self, prefix: str) -> None:
         for name, metric in self.tag_means.items():
             means = metric.compute()  # type: ignore[operator]
-            self.log_dict({f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()})
+            found = {f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()}
+            self.log_dict(found, sync_dist=True)
             metric.reset()  # type: ignore[operator]
 
 

@@ -166,9 +166,8 @@ def test_a_fraction_outside_its_range_is_refused(fraction):
         RecastModule(Policy(), {"ocr": OCR()}, [Stage("s", 1, {"ocr": 1.0})], timestep_fraction=fraction)
 
 
-def test_a_sample_without_a_score_does_not_train(policy, monkeypatch):
+def test_a_sample_without_a_score_does_not_train(policy):
     module = RecastModule(policy, {"ocr": OCR(detect=False)}, [Stage("s", 1, {"ocr": 1.0})], kl_weight=0.5)
-    monkeypatch.setattr(module, "_log_step", lambda **values: None)
     prompts = ['a sign with a blue star below the text "TO"', 'a sign with two red circles above the text "CAT"']
     latents, noise = torch.randn(2, *policy.latent_shape), torch.randn(2, *policy.latent_shape)
     both = TrainItem(latents, noise, 2, prompts, torch.tensor([0.7, NAN]))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers.same_run import assert_same_run
 from integration.tiny import ROOT, adapters, config, fit, newest_run
 
 from recast_lightning.cli import main
@@ -66,19 +67,12 @@ def test_the_log_has_every_term_that_one_debugs_with(run):
         assert name in header
 
 
-@pytest.mark.parametrize("stop", ["between rollouts", "in a rollout"])
-def test_stop_and_resume_equals_going_on_bitwise(run, tmp_path, stop):
-    if stop == "between rollouts":
-        first = fit(tmp_path, "--trainer.max_epochs", "1")
-        checkpoint = first / "checkpoints/last.ckpt"
-    else:
-        checkpoint = next((run / "checkpoints").glob("*step=3.ckpt"))  # the second of four steps of rollout 1
-    resumed = fit(tmp_path, "--ckpt_path", str(checkpoint))
-    straight, again = adapters(run / "checkpoints/last.ckpt"), adapters(resumed / "checkpoints/last.ckpt")
-    assert straight.keys() == again.keys()
-    assert all(torch.equal(straight[k], again[k]) for k in straight)
-    last = [json.loads((r / "evaluation.jsonl").read_text().splitlines()[-1]) for r in (run, resumed)]
-    assert last[0] == last[1]
+def test_going_on_from_a_kept_checkpoint_gives_the_whole_run_in_a_new_folder(run, tmp_path, capsys):
+    resumed = fit(tmp_path, "--ckpt_path", str(run / "checkpoints/rollout-0001.ckpt"))
+    assert_same_run(run, resumed)
+    printed = capsys.readouterr().out
+    assert "optimizer step 2, 1 rollouts done, W of stage 'warmup' (2 rewards × 3 levels)" in printed
+    assert "base policy" not in printed
 
 
 def test_two_processes_give_the_single_process_adapter(run, tmp_path):

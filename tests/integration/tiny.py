@@ -38,7 +38,7 @@ def config(folder: Path, **changes) -> Path:
     }
     text["trainer"]["logger"] = [logger]
     text["trainer"]["callbacks"][0]["init_args"] |= {"num_prompts": 4, "levels": None}
-    text["trainer"]["callbacks"][-1]["init_args"] = {"save_last": True, "every_n_train_steps": 1, "save_top_k": -1}
+    text["trainer"]["callbacks"][-1]["init_args"] = {"every_n_rollouts": 1, "keep": -1}
     for path, value in changes.items():
         *parents, last = path.split("__")
         node = text

@@ -1,0 +1,127 @@
+"""Checkpoints whose cadence is in rollouts, and a run that can be stopped and resumed anywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from recast_lightning import history
+from recast_lightning.checkpoint_io import AtomicCheckpointIO
+from recast_lightning.interruption import Interruption
+from recast_lightning.module import RecastModule
+from recast_lightning.trainer import run_folder
+
+
+class RolloutCheckpoint(Checkpoint):
+    """Keeps `checkpoints/last.ckpt` up to date, and `checkpoints/rollout-<k>.ckpt` of some rollouts.
+
+    The last one is written when W was built, after optimizer steps and at the end of each rollout, so that a signal can stop
+    the run at once and a crash costs a step. A resumed run goes on with the records of the one it comes from.
+
+    Args:
+        every_n_rollouts: how often a checkpoint is kept under its own name, besides `last.ckpt`.
+        keep: how many of those are kept, the newest; -1 keeps all.
+        every_n_steps: optimizer steps between two writings of `last.ckpt` within a rollout; 0 writes it between rollouts
+            only.
+    """
+
+    def __init__(self, every_n_rollouts: int = 10, keep: int = 3, every_n_steps: int = 1) -> None:
+        if every_n_rollouts < 1:
+            raise ValueError(f"every_n_rollouts must be at least 1, got {every_n_rollouts}.")
+        if keep < -1:
+            raise ValueError(f"keep must be a number of checkpoints, or -1 for all, got {keep}.")
+        if every_n_steps < 0:
+            raise ValueError(f"every_n_steps must be at least 0, got {every_n_steps}.")
+        self.every_n_rollouts, self.keep, self.every_n_steps = every_n_rollouts, keep, every_n_steps
+        self.interruption = Interruption()
+        self.folder = Path()
+        self._saved_credit: Any = None
+        self._saved_step = -1
+        self._counts: dict[str, int] | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take over how checkpoints are written, and when a run may stop."""
+        assert isinstance(pl_module, RecastModule)
+        self.folder = (run_folder(trainer) or Path(trainer.default_root_dir)) / "checkpoints"
+        if stage == "fit":
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            pl_module.safe_point = lambda: self.interruption.check(trainer)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Leave signals as they were."""
+        self.interruption.release()
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Handle signals from here on (Lightning has just installed its own handlers)."""
+        self.interruption.catch()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Handle signals; take over the records of the run that is resumed."""
+        assert isinstance(pl_module, RecastModule)
+        self.interruption.catch()
+        self._saved_step = trainer.global_step
+        if pl_module.resumed:
+            rank_zero_only(print)(f"Resumed {trainer.ckpt_path}: {pl_module.resumed}")
+        if self._counts is not None and trainer.is_global_zero and trainer.loggers:
+            source, counts = Path(str(trainer.ckpt_path)).absolute().parents[1], self._counts
+            run = self.folder.absolute().parent
+            rows = history.take_over(source, run, counts, counts["rollouts.jsonl"], pl_module.credit_stage + 1)
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger) and Path(logger.log_dir).absolute() == run:
+                    logger.experiment.metrics.extend(rows)
+                    logger.save()
+                    (run / history.SET_ASIDE).unlink(missing_ok=True)
+
+    # When ----------------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keep a W that was just built: its profile is dear."""
+        assert isinstance(pl_module, RecastModule)
+        if pl_module.current_credit() is not self._saved_credit:
+            self._save(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save after an optimizer step; that of a rollout's last step is left to its end."""
+        assert isinstance(pl_module, RecastModule)
+        due = self.every_n_steps and trainer.global_step >= self._saved_step + self.every_n_steps
+        if due and batch_idx + 1 < trainer.num_training_batches:
+            self._save(trainer, pl_module)
+        pl_module.safe_point()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save; keep some under their own name."""
+        assert isinstance(pl_module, RecastModule)
+        self._save(trainer, pl_module)
+        done = trainer.current_epoch + 1
+        if done % self.every_n_rollouts == 0 and self.keep and trainer.is_global_zero:
+            name = self.folder / f"rollout-{done:04d}.ckpt"
+            shutil.copyfile(self.folder / "last.ckpt", f"{name}.tmp")
+            os.replace(f"{name}.tmp", name)
+            for old in sorted(self.folder.glob("rollout-*.ckpt"))[: -self.keep] if self.keep > 0 else ():
+                old.unlink()
+
+    def _save(self, trainer: L.Trainer, module: RecastModule) -> None:
+        trainer.save_checkpoint(self.folder / "last.ckpt")
+        self._saved_credit, self._saved_step = module.credit, trainer.global_step
+
+    # What ----------------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put down how far the records are, written out in full."""
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.save()
+            checkpoint["records"] = history.count_records(self.folder.parent)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take note of how far the records are."""
+        self._counts = checkpoint.get("records")

@@ -1,0 +1,66 @@
+"""SIGTERM, Ctrl-C and SLURM's warning: the run stops at its next safe point, on all processes together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+
+from recast_lightning.errors import Interrupted
+
+
+class Interruption:
+    """Takes note of signals; `check` raises where nothing is lost.
+
+    Lightning's own handlers talk to the other processes from within the handler, which deadlocks them when they are in
+    the middle of something else, and save wherever the signal found them. These replace them for the time of a fit.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def catch(self) -> None:
+        """Handle SIGTERM, SIGINT and, in a SLURM job, SIGUSR1."""
+        for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
+            if signal.getsignal(number) != self._note:
+                self._before.setdefault(number, signal.getsignal(number))
+                signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Put back what was there."""
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == self.number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for a safe point
+        self.number = number
+
+    def check(self, trainer: L.Trainer) -> None:
+        """A safe point. A collective call: a signal that one process got stops them all at the same place.
+
+        Raises:
+            Interrupted: if there was a signal.
+        """
+        own = torch.tensor(self.number, device=trainer.strategy.root_device)
+        number = int(trainer.strategy.reduce(own, reduce_op="max"))
+        if number:
+            raise Interrupted(number)
+
+
+def requeue() -> str:
+    """Ask SLURM to start this job again; returns what came of it."""
+    job = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"scontrol could not requeue job {job}: {error}"
+    return f"requeued job {job}" if done.returncode == 0 else f"job {job} was not requeued: {done.stderr.strip()}"

@@ -1,0 +1,147 @@
+"""What a checkpoint keeps of a run besides Lightning's loops and optimizer, and what the run that goes on must share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from recast_lightning.credit import CreditMatrix
+from recast_lightning.errors import UserError
+from recast_lightning.stages import Stage
+
+if TYPE_CHECKING:
+    from recast_lightning.module import RecastModule
+
+MODEL = ("policy.path", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
+ROLLOUT = (
+    "model.seed", "model.micro_batch_size", "model.timestep_fraction", "data.sources", "data.prompts_per_rollout",
+    "data.group_size", "trainer.accumulate_grad_batches", "trainer.world_size",
+)  # fmt: skip
+FREE = (
+    "model.beta", "model.kl_weight", "model.advantage_clip", "model.advantage_std", "model.aggregation",
+    "model.learning_rate", "model.weight_decay", "model.warmup_steps", "model.ema_decay", "model.old_rate",
+    "model.old_flat", "model.old_maximum",
+)  # fmt: skip
+
+
+def dump(module: RecastModule, checkpoint: dict[str, Any]) -> None:
+    """Keep the adapters, W, the counters and the settings in a checkpoint; the base stays where it came from."""
+    checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if ".lora_" in k}
+    checkpoint["recast"] = {
+        "synced_rollout": module.synced_rollout,
+        "logged_rollout": module.logged_rollout,
+        "step_means": module.step_means.state_dict(),
+        "credit_stage": module.credit_stage,
+        "credit": None if module.credit is None else dict(vars(module.credit)),
+        "settings": read_settings(module),
+    }
+
+
+def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
+    """Restore what `dump` kept; the configuration's values hold where they may differ.
+
+    Returns:
+        What was restored, in a sentence.
+
+    Raises:
+        UserError: if the checkpoint does not belong to this model, rollout or stage.
+    """
+    module.check_adapters(checkpoint)
+    state, changes = checkpoint["recast"], []
+    done, length = position(checkpoint)
+    if module.trainer.state.fn == "fit":
+        changes = check_settings(state["settings"], read_settings(module), within_rollout=done > 0)
+        module.trainer.num_sanity_val_steps = 0  # it evaluates the base, and this is no longer the base
+    module.synced_rollout, module.logged_rollout = state["synced_rollout"], state["logged_rollout"]
+    module.step_means.load_state_dict(state["step_means"])
+    module.credit_stage = state["credit_stage"]
+    module.credit = None if state["credit"] is None else CreditMatrix(**state["credit"])
+    where = f"{state['logged_rollout'] + 1} rollouts done"
+    if done:
+        where = f"rollout {state['logged_rollout'] + 1}, {done} of {length} items"
+    credit = "no W yet"
+    if module.credit is not None and module.credit_stage < len(module.stages):
+        stage, (rewards, levels) = module.stages[module.credit_stage], module.credit.weights.shape
+        check_credit(module.credit, stage)
+        credit = f"W of stage {stage.name!r} ({rewards} rewards × {levels} levels)"
+    step = checkpoint["global_step"]
+    apply_hyperparameters(checkpoint, module.learning_rate, module.weight_decay, module.warm_up(step))
+    said = f"{len(checkpoint['state_dict'])} adapter tensors, optimizer step {step}, {where}, {credit}"
+    return said + "".join(f"; now {change}" for change in changes)
+
+
+def read_settings(module: RecastModule) -> dict[str, Any]:
+    """The settings that a checkpoint keeps."""
+    owners = {"model": module, "policy": module.policy, "data": module.data, "trainer": module.trainer}
+    named = (name.split(".") for name in (*MODEL, *ROLLOUT, *FREE))
+    return {f"{owner}.{key}": getattr(owners[owner], key) for owner, key in named}
+
+
+def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], within_rollout: bool) -> list[str]:
+    """Compare a checkpoint's settings with those of the run that resumes it.
+
+    Args:
+        theirs: of the checkpoint.
+        ours: of the run.
+        within_rollout: whether the checkpoint was written in the middle of a rollout.
+
+    Returns:
+        What differs and may: the run's values hold.
+
+    Raises:
+        UserError: naming the first setting that must not differ.
+    """
+    different = [name for name in ours if theirs.get(name) != ours[name]]
+    for name in different:
+        values = f"{name} is {theirs.get(name)!r} in the checkpoint and {ours[name]!r} in the configuration"
+        if name in MODEL:
+            raise UserError(f"{values}: that is another model, so give the checkpoint's value or start a new run.")
+        if name in ROLLOUT and within_rollout:
+            raise UserError(
+                f"{values}, and the checkpoint was written within a rollout, which cannot go on like that: give the "
+                "checkpoint's value, or resume from a rollout-<k>.ckpt."
+            )
+    return [f"{name} {theirs.get(name)!r} → {ours[name]!r}" for name in different]
+
+
+def check_credit(credit: CreditMatrix, stage: Stage) -> None:
+    """Refuse budgets that a W that is in use was not built for.
+
+    Raises:
+        UserError: naming stage and budgets.
+    """
+    if credit.budgets != stage.budgets or credit.method != stage.credit:
+        raise UserError(
+            f"The checkpoint's W is of {credit.method} credit with budgets {_named(credit.budgets)}, but stage "
+            f"{stage.name!r} has {stage.credit} credit with {_named(stage.budgets)}: W is built once a stage, so keep them "
+            "until the next one."
+        )
+
+
+def _named(budgets: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
+
+
+def apply_hyperparameters(checkpoint: dict[str, Any], learning_rate: float, weight_decay: float, scale: float) -> None:
+    """Make the optimizer that a checkpoint restores use the run's values.
+
+    Args:
+        checkpoint: as Lightning keeps it; changed in place.
+        learning_rate: of AdamW, after its warm-up.
+        weight_decay: of AdamW.
+        scale: of the learning rate at the checkpoint's optimizer step.
+    """
+    for optimizer in checkpoint.get("optimizer_states", []):
+        for group in optimizer["param_groups"]:
+            group |= {"lr": learning_rate * scale, "weight_decay": weight_decay}
+            if "initial_lr" in group:
+                group["initial_lr"] = learning_rate
+    for schedule in checkpoint.get("lr_schedulers", []):
+        schedule |= {"base_lrs": [learning_rate], "_last_lr": [learning_rate * scale]}
+
+
+def position(checkpoint: Mapping[str, Any]) -> tuple[int, int]:
+    """How many items of its rollout a checkpoint has behind it, and how many those are; (0, 0) between rollouts."""
+    states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader") or [{"position": 0, "length": 0}]
+    done, length = states[0]["position"], states[0]["length"]
+    return (done, length) if 0 < done < length else (0, 0)

@@ -1,0 +1,180 @@
+"""Killed or stopped at any point and resumed by the same command, a run ends as if nothing had happened, to the bit."""
+
+import errno
+import os
+import signal
+from resource import RLIMIT_FSIZE, setrlimit
+
+import pytest
+import torch
+from helpers.commands import finish, start, with_killer
+from helpers.same_run import assert_same_run
+from integration.tiny import config, fit, newest_run
+
+from recast_lightning.cli import main
+
+SMALL = {"data__group_size": 2, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
+DOUBLE = {**SMALL, "model__micro_batch_size": 1, "trainer__devices": 2, "trainer__strategy": "ddp"}
+MODULE = "recast_lightning.module.RecastModule"
+POINTS = {
+    "in the base evaluation": (f"{MODULE}.validation_step", 2),
+    "in the profile": ("recast_lightning.policy.Policy.forward", 24),
+    "while a rollout is drawn": (f"{MODULE}.collect", 1),
+    "within an accumulation": (f"{MODULE}.training_step", 4),
+    "at an optimizer step": (f"{MODULE}.on_before_optimizer_step", 5),
+    "in an evaluation": (f"{MODULE}.validation_step", 4),
+    "while the records are written": ("recast_lightning.callbacks.run_report._append", 3),
+    "while a checkpoint is written": ("os.fsync", 5),
+    "before a checkpoint is put in its place": ("recast_lightning.checkpoint_io.os.replace", 7),
+    "between rollouts": ("recast_lightning.callbacks.RunReport.on_train_epoch_end", 2),
+}
+LIMIT = 450_000  # bytes
+QUICK = ("within an accumulation", "while a checkpoint is written")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """One uninterrupted run."""
+    return fit(tmp_path_factory.mktemp("straight"), **SMALL)
+
+
+def resumed(file):
+    """The folder of a run that goes on by the same command."""
+    code, out, errors = finish(start("fit", "--config", str(file), "--ckpt_path", "last"))
+    assert code == 0, errors[-3000:]
+    assert "Report: " in out
+    return newest_run(file.parent)
+
+
+@pytest.mark.parametrize("point", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POINTS])
+def test_killed_anywhere_it_ends_the_same(straight, tmp_path, point):
+    file = config(tmp_path, **SMALL)
+    code, _, errors = finish(start("fit", "--config", str(with_killer(file, *POINTS[point]))))
+    assert code == -signal.SIGKILL, errors[-3000:]
+    assert_same_run(straight, resumed(file))
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "within an accumulation",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("in the profile", "while a rollout is drawn", "in an evaluation")),
+    ],
+)  # fmt: skip
+def test_a_signal_stops_it_cleanly_and_loses_nothing(straight, tmp_path, point):
+    file = config(tmp_path, **SMALL)
+    code, _, errors = finish(start("fit", "--config", str(with_killer(file, *POINTS[point], number=signal.SIGTERM))))
+    assert code == 128 + signal.SIGTERM, errors[-3000:]
+    assert errors.splitlines()[-1] == (
+        "recast: stopped by SIGTERM; the same command with --ckpt_path last goes on from here."
+    )
+    assert_same_run(straight, resumed(file))
+
+
+@pytest.mark.slow
+def test_slurm_s_warning_requeues_the_job(straight, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    file = config(tmp_path, **SMALL)
+    deadly = with_killer(file, *POINTS["within an accumulation"], number=signal.SIGUSR1)
+    process = start("fit", "--config", str(deadly), SLURM_JOB_ID="41", PATH=f"{tmp_path}:/usr/bin:/bin")
+    code, _, errors = finish(process)
+    assert code == 128 + signal.SIGUSR1, errors[-3000:]
+    assert "recast: requeued job 41" in errors
+    assert (tmp_path / "asked").read_text() == "requeue 41\n"
+    assert_same_run(straight, resumed(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["within an accumulation", "in an evaluation"])
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_place(tmp_path, point):
+    alone = fit(tmp_path / "straight", **SMALL)
+    file = config(tmp_path / "stopped", **DOUBLE)
+    deadly = with_killer(file, *POINTS[point], number=signal.SIGTERM, rank=1)
+    code, _, errors = finish(start("fit", "--config", str(deadly)))
+    assert code == 128 + signal.SIGTERM, errors[-3000:]
+    again = resumed(file)
+    code, _, errors = finish(start("fit", "--config", str(config(tmp_path / "double", **DOUBLE))))
+    assert code == 0, errors[-3000:]
+    assert_same_run(newest_run(tmp_path / "double"), again)
+    one, two = (torch.load(r / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for r in (alone, again))
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], atol=1e-5, rtol=0)
+
+
+def test_resuming_starts_afresh_where_there_is_nothing_and_leaves_other_runs_alone(straight, tmp_path, capsys):
+    first = fit(tmp_path, "--ckpt_path", "last", "--trainer.max_epochs", "1", **SMALL)
+    assert "has a checkpoint yet: starting afresh." in capsys.readouterr().out
+    before = {p: p.read_bytes() for p in first.rglob("*") if p.is_file()}
+    second = fit(tmp_path, "--trainer.max_epochs", "1", **SMALL)
+    assert (first.name, second.name) == ("version_0", "version_1")
+    assert fit(tmp_path, "--ckpt_path", "last", **SMALL) == second
+    assert {p: p.read_bytes() for p in first.rglob("*") if p.is_file()} == before
+    assert_same_run(straight, second)
+
+
+CONFLICTS = {
+    "another number of steps": ({"model__policy__init_args__num_steps": 2}, "policy.num_steps is 3 in the checkpoint and 2"),
+    "another scale": ({"model__policy__init_args__lora_alpha": 8}, "policy.lora_alpha is 32"),
+    "another rank": ({"model__policy__init_args__lora_rank": 8}, "lora_rank 8: 0 of 96 weights match"),
+    "another group within a rollout": ({"data__group_size": 4}, "data.group_size is 2 in the checkpoint and 4"),
+    "another seed within a rollout": ({"model__seed": 9}, "model.seed is 0 in the checkpoint and 9"),
+    "other budgets within a stage": ({"model__stages__0__budgets": {"clip": 3, "hpsv2": 1}}, "clip 3, hpsv2 1"),
+    "other credit within a stage": ({"model__stages__0__credit": "static"}, "W is of recast credit"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def within(tmp_path_factory):
+    """A checkpoint written within the first rollout."""
+    file = config(tmp_path_factory.mktemp("within"), **SMALL)
+    finish(start("fit", "--config", str(with_killer(file, *POINTS["within an accumulation"]))))
+    return newest_run(file.parent) / "checkpoints/last.ckpt"
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_a_checkpoint_that_does_not_belong_is_refused(within, tmp_path, capsys, case):
+    changes, expected = CONFLICTS[case]
+    with pytest.raises(SystemExit) as stop:
+        fit(tmp_path, "--ckpt_path", str(within), **{**SMALL, **changes})
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("recast: error: ")
+    assert expected in error
+
+
+def test_the_configuration_s_learning_rate_holds_over_the_checkpoint_s(within, tmp_path, capsys):
+    changes = {"model__learning_rate": 1e-5, "model__beta": 0.2, "model__warmup_steps": 0}
+    run = fit(tmp_path, "--ckpt_path", str(within), "--trainer.max_epochs", "1", **{**SMALL, **changes})
+    group = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    assert group["lr"] == 1e-5
+    printed = capsys.readouterr().out
+    assert "2 of 6 items" in printed
+    assert "now model.learning_rate 0.0008 → 1e-05" in printed
+    assert "now model.beta 0.1 → 0.2" in printed
+
+
+def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path):
+    """No file may grow beyond what a checkpoint without AdamW's state takes, so the second one fails."""
+    file = config(tmp_path, **SMALL)
+    code, _, errors = finish(
+        start("fit", "--config", str(file), preexec_fn=lambda: setrlimit(RLIMIT_FSIZE, [LIMIT] * 2))
+    )
+    assert code == 2, errors[-3000:]
+    assert errors.splitlines()[-1].startswith("recast: error: The checkpoint ")
+    assert "could not be written (File too large); the one before it is whole" in errors
+    folder = newest_run(tmp_path) / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == ["last.ckpt"]
+    assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 0
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys, monkeypatch):
+    def refuse(path, *arguments, **keywords):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    file = config(tmp_path, **SMALL)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(file)])
+    assert stop.value.code == 2
+    assert f"Could not write to '{tmp_path / 'run'}" in capsys.readouterr().err
