@@ -116,7 +116,7 @@ def test_resuming_starts_afresh_where_there_is_nothing_and_leaves_other_runs_alo
 CONFLICTS = {
     "another number of steps": ({"model__policy__init_args__num_steps": 2}, "policy.num_steps is 3 in the checkpoint and 2"),
     "another scale": ({"model__policy__init_args__lora_alpha": 8}, "policy.lora_alpha is 32"),
-    "another rank": ({"model__policy__init_args__lora_rank": 8}, "lora_rank 8: 0 of 96 weights match"),
+    "another rank": ({"model__policy__init_args__lora_rank": 8}, "lora_rank 8: 0 of 186 weights match"),
     "another group within a rollout": ({"data__group_size": 4}, "data.group_size is 2 in the checkpoint and 4"),
     "another seed within a rollout": ({"model__seed": 9}, "model.seed is 0 in the checkpoint and 9"),
     "other budgets within a stage": ({"model__stages__0__budgets": {"clip": 3, "hpsv2": 1}}, "clip 3, hpsv2 1"),
