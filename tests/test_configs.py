@@ -99,6 +99,29 @@ def test_every_file_says_what_it_is(file):
     assert all(base in FILES for base in bases_of(file))
 
 
+def test_overlays_of_different_kinds_do_not_touch_each_other():
+    """So their order does not matter."""
+
+    def keys(node: Any, where: str = "") -> set[str]:
+        return set().union(*(keys(v, f"{where}.{k}") for k, v in node.items())) if isinstance(node, dict) else {where}
+
+    kinds = [
+        set().union(*(keys(read([f])) for f in SD35.glob(f"{kind}/*")))
+        for kind in ("hardware", "budgets", "old_policy")
+    ]
+    assert all(kinds)
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+
+
+@pytest.mark.parametrize("page", [*SD35.glob("*.yaml"), CONFIGS.parent / "docs/sd35.md"], ids=lambda f: f.name)
+def test_files_that_are_named_are_there(page):
+    """In commands from the root, and elsewhere by their place in the folder."""
+    named = re.findall(r"[\w/]*\w\.yaml", page.read_text(encoding="utf-8"))
+    assert len(named) > 2
+    for name in named:
+        assert ((CONFIGS.parent if name.startswith("configs") else SD35) / name).is_file(), name
+
+
 @pytest.fixture
 def resolved(monkeypatch, capsys):
     """What `recast fit -c … -c … --print_config` comes to."""
@@ -135,7 +158,9 @@ def test_the_command_line_accepts_every_combination(files, resolved):
     check(files, resolved(files))
 
 
-@pytest.mark.parametrize("files", [f for f in ALL if len(f) == 1 or f[1].parent.name == "hardware"], ids=name_of)
+@pytest.mark.parametrize(
+    "files", [f for f in ALL if len(f) == 1 or [o.parent.name for o in f[1:]] == ["hardware"]], ids=name_of
+)
 def test_an_optimizer_step_sees_one_whole_rollout_on_any_hardware(files):
     found = read(files)
     model, data, trainer = found["model"], found["data"], found["trainer"]
