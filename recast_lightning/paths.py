@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from recast_lightning.errors import UserError
 
 EMBEDDED = Path(__file__).parent / "signboard" / "weights"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -26,3 +31,48 @@ def resolve(path: str, what: str = "weights") -> str:
     raise ValueError(
         f"The {what} path {path!r} does not exist: give a local path, a hub id owner/name or signboard:NAME."
     )
+
+
+@contextmanager
+def reading(what: str, path: str) -> Iterator[None]:
+    """Turns what libraries raise for weights that are not there into one sentence with what to do.
+
+    Args:
+        what: Begins the sentence, e.g. ``clip found no tokenizer``.
+        path: The local path or hub id that is read inside.
+
+    Raises:
+        UserError: If it is not there, the hub cannot be reached, or the hub does not give it to this user.
+    """
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]
+        raise UserError(f'{what} in "{path}", neither here nor on the hub: {_advice(path, error)}') from error
+
+
+def _advice(path: str, error: BaseException) -> str:
+    """Why, and what to do. Libraries wrap the hub's errors, so the whole chain of causes counts."""
+    from huggingface_hub import errors
+
+    def caused_by(*kinds: type[BaseException]) -> bool:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, kinds):
+            cause = cause.__cause__ or cause.__context__
+        return cause is not None
+
+    no_answer = caused_by(errors.HTTPError) and not caused_by(errors.HfHubHTTPError)  # type: ignore[attr-defined]
+    reason = " ".join(str(error).split())
+    if Path(path).exists():
+        return reason
+    log_in = "log in by `hf auth login` or HF_TOKEN"
+    if caused_by(errors.GatedRepoError):
+        return f"accept its licence on https://huggingface.co/{path} and {log_in}, or give a local folder."
+    if caused_by(errors.RepositoryNotFoundError):
+        return f"check the name and, if it is private, {log_in}, or give a local folder."
+    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) or no_answer:
+        offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        return f"{why} and the cache lacks it; run `hf download {path}` with a network, or give a local folder."
+    return reason

@@ -1,28 +1,70 @@
 """Every configuration that is shipped is accepted by the real command line, and says at its top what it is for."""
 
 import re
+from functools import reduce
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.cli import LightningCLI
 
 from recast_lightning.cli import main
+from recast_lightning.lightning_cli import RecastCLI
+from recast_lightning.rollout import check_sizes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
+SD35 = CONFIGS / "sd35_medium"
 
 
-def base_of(file: Path) -> Path | None:
-    """The file that an overlay goes on top of, by its first line: `# Overlay for <file>`."""
-    found = re.match(r"# Overlay for (\S+\.yaml)", file.read_text(encoding="utf-8"))
-    return (file.parent / found[1]).resolve() if found else None
+def bases_of(file: Path) -> list[Path]:
+    """The files that an overlay goes on top of, by its first line: `# Overlay for <file> and <file>: …`."""
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    found = re.match(r"# Overlay for ([^:]+)", first)
+    return [(file.parent / base).resolve() for base in re.findall(r"\S+\.yaml", found[1])] if found else []
 
 
-def chain(file: Path) -> list[Path]:
-    """The files to give to `recast fit`, in order."""
-    base = base_of(file)
-    return [*(chain(base) if base else []), file]
+def chains(file: Path) -> list[list[Path]]:
+    """The ways to give a file to `recast fit`: the files before it in order, and itself."""
+    return [[*before, file] for base in bases_of(file) for before in chains(base)] or [[file]]
+
+
+def combinations(stage: str) -> list[list[Path]]:
+    """A stage of SD3.5-Medium with no or one overlay of each kind, in each way."""
+    kinds = [SD35.glob("hardware/*.yaml"), SD35.glob(f"budgets/{stage}_*.yaml"), SD35.glob("old_policy/*.yaml")]
+    choices = product(*([[], *([file] for file in sorted(files))] for files in kinds))
+    return [[SD35 / f"{stage}.yaml", *chain.from_iterable(choice)] for choice in choices]
+
+
+ALL = [files for stage in ("ocr", "geneval") for files in combinations(stage)]
+SINGLE = [files for file in FILES if file.parent.parent != SD35 for files in chains(file)]
+
+
+def some() -> list[list[Path]]:
+    """Of all combinations, so many that each overlay comes on top of each of its files."""
+    missing = {(files[0], overlay) for files in ALL for overlay in files[1:]}
+    taken = []
+    while missing:
+        taken.append(max(ALL, key=lambda files: len(missing & {(files[0], overlay) for overlay in files[1:]})))
+        missing -= {(taken[-1][0], overlay) for overlay in taken[-1][1:]}
+    return taken
+
+
+def merged(given: Any, overlay: Any) -> Any:
+    """What two files say together: dictionaries join, all else is replaced."""
+    if not (isinstance(given, dict) and isinstance(overlay, dict)):
+        return overlay
+    return given | {key: merged(given.get(key), value) for key, value in overlay.items()}
+
+
+def read(files: list[Path]) -> Any:
+    return reduce(merged, (yaml.safe_load(file.read_text(encoding="utf-8")) for file in files))
+
+
+def name_of(files: list[Path]) -> str:
+    return " + ".join(str(file.relative_to(CONFIGS)) for file in files)
 
 
 def differences(given: Any, resolved: Any, where: str = "") -> list[str]:
@@ -44,7 +86,9 @@ def differences(given: Any, resolved: Any, where: str = "") -> list[str]:
 
 def test_there_are_configurations():
     assert CONFIGS / "signboard/demo.yaml" in FILES
-    assert base_of(CONFIGS / "signboard/static.yaml") == CONFIGS / "signboard/full.yaml"
+    assert bases_of(CONFIGS / "signboard/static.yaml") == [CONFIGS / "signboard/full.yaml"]
+    assert bases_of(SD35 / "hardware/ddp_8.yaml") == [SD35 / "ocr.yaml", SD35 / "geneval.yaml"]
+    assert len(ALL) == 2 * 5 * 5 * 2
     assert not list(CONFIGS.rglob("*.yml")), "use .yaml, which is what these tests look at"
 
 
@@ -52,21 +96,112 @@ def test_there_are_configurations():
 def test_every_file_says_what_it_is(file):
     first = file.read_text(encoding="utf-8").splitlines()[0]
     assert re.match(r"# \S.{10,}", first)
+    assert all(base in FILES for base in bases_of(file))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(CONFIGS)))
-def test_the_command_line_accepts_it(file, capsys):
-    files = chain(file)
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *(argument for f in files for argument in ("--config", str(f))), "--print_config"])
-    printed = capsys.readouterr()
-    assert stop.value.code == 0, printed.err
-    resolved = yaml.safe_load(printed.out)
-    assert differences(yaml.safe_load(file.read_text(encoding="utf-8")), resolved) == []
-    assert resolved["model"]["policy"]["class_path"] == "recast_lightning.policy.Policy"
-    for reward in resolved["model"]["rewards"].values():
+def test_overlays_of_different_kinds_do_not_touch_each_other():
+    """So their order does not matter."""
+
+    def keys(node: Any, where: str = "") -> set[str]:
+        return set().union(*(keys(v, f"{where}.{k}") for k, v in node.items())) if isinstance(node, dict) else {where}
+
+    kinds = [
+        set().union(*(keys(read([f])) for f in SD35.glob(f"{kind}/*")))
+        for kind in ("hardware", "budgets", "old_policy")
+    ]
+    assert all(kinds)
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+
+
+@pytest.mark.parametrize("page", [*SD35.glob("*.yaml"), CONFIGS.parent / "docs/sd35.md"], ids=lambda f: f.name)
+def test_files_that_are_named_are_there(page):
+    """In commands from the root, and elsewhere by their place in the folder."""
+    named = re.findall(r"[\w/]*\w\.yaml", page.read_text(encoding="utf-8"))
+    assert len(named) > 2
+    for name in named:
+        assert ((CONFIGS.parent if name.startswith("configs") else SD35) / name).is_file(), name
+
+
+@pytest.fixture
+def resolved(monkeypatch, capsys):
+    """What `recast fit -c … -c … --print_config` comes to."""
+    fit = {"fit": LightningCLI.subcommands()["fit"]}
+    monkeypatch.setattr(RecastCLI, "subcommands", staticmethod(lambda: fit))  # the others' parsers take twice the time
+
+    def resolve(files: list[Path]) -> Any:
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", *(argument for file in files for argument in ("-c", str(file))), "--print_config"])
+        printed = capsys.readouterr()
+        assert stop.value.code == 0, printed.err
+        return yaml.safe_load(printed.out)
+
+    return resolve
+
+
+def check(files: list[Path], found: Any) -> None:
+    assert differences(read(files), found) == []
+    assert found["model"]["policy"]["class_path"] == "recast_lightning.policy.Policy"
+    for reward in found["model"]["rewards"].values():
         assert "init_args" in reward
-    assert {name for stage in resolved["model"]["stages"] for name in stage["budgets"]} <= set(
-        resolved["model"]["rewards"]
-    )
-    assert any(c["class_path"] == "recast_lightning.callbacks.RunReport" for c in resolved["trainer"]["callbacks"])
+    assert {name for stage in found["model"]["stages"] for name in stage["budgets"]} <= set(found["model"]["rewards"])
+    assert any(c["class_path"] == "recast_lightning.callbacks.RunReport" for c in found["trainer"]["callbacks"])
+
+
+@pytest.mark.parametrize("files", [*SINGLE, *some()], ids=name_of)
+def test_the_command_line_accepts_it(files, resolved):
+    check(files, resolved(files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ALL, ids=name_of)
+def test_the_command_line_accepts_every_combination(files, resolved):
+    check(files, resolved(files))
+
+
+@pytest.mark.parametrize(
+    "files", [f for f in ALL if len(f) == 1 or [o.parent.name for o in f[1:]] == ["hardware"]], ids=name_of
+)
+def test_an_optimizer_step_sees_one_whole_rollout_on_any_hardware(files):
+    found = read(files)
+    model, data, trainer = found["model"], found["data"], found["trainer"]
+    processes = trainer["devices"] * trainer.get("num_nodes", 1)
+    check_sizes(data["prompts_per_rollout"], data["group_size"], model["micro_batch_size"], processes)
+    batches = data["prompts_per_rollout"] * data["group_size"] // processes // model["micro_batch_size"]
+    assert trainer["accumulate_grad_batches"] == batches * model["policy"]["init_args"]["num_steps"]
+    strategy = trainer.get("strategy", "ddp")
+    assert strategy == "ddp" or strategy["init_args"]["data_parallel_size"] == processes
+
+
+@pytest.mark.parametrize("stage", ["ocr", "geneval"])
+def test_the_five_budgets_are_uniform_and_each_reward_doubled(stage):
+    choices = ([SD35 / f"{stage}.yaml"], *(files for file in SD35.glob(f"budgets/{stage}_*") for files in chains(file)))
+    found = [read(files)["model"]["stages"] for files in choices]
+    (warmup,) = {tuple(stages[0]["budgets"].items()) for stages in found}
+    assert warmup == (("clip", 1), ("hpsv2", 1), ("pickscore", 1))
+    names = ["clip", "hpsv2", "pickscore", stage]
+    expected = {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)}
+    assert {tuple(stages[1]["budgets"][name] for name in names) for stages in found} == expected
+    for file in SD35.glob(f"budgets/{stage}_*"):
+        assert read(chains(file)[0])["model"]["stages"][1]["budgets"][file.stem.rpartition("_")[2]] == 2
+    assert len({(s["name"], s["rollouts"]) for stages in found for s in stages}) == 2
+
+
+def test_both_stages_are_the_papers_and_differ_in_their_reward_alone():
+    ocr, geneval = (read([SD35 / f"{stage}.yaml"]) for stage in ("ocr", "geneval"))
+    policy = ocr["model"]["policy"]["init_args"]
+    assert policy == geneval["model"]["policy"]["init_args"]
+    sizes = [policy[key] for key in ("height", "width", "num_steps", "solver", "lora_rank", "lora_alpha")]
+    assert sizes == [512, 512, 25, "dpm2", 32, 64]
+    for found in (ocr, geneval):
+        model, data = found["model"], found["data"]
+        assert [model[key] for key in ("beta", "learning_rate", "kl_weight", "ema_decay")] == [0.1, 3e-4, 1e-4, 0.9]
+        assert (data["prompts_per_rollout"], data["group_size"]) == (48, 24)
+    for found, stage in ((ocr, "ocr"), (geneval, "geneval")):
+        del found["model"]["rewards"][stage], found["model"]["stages"], found["trainer"]["logger"]
+        del (
+            found["data"]["train"],
+            found["data"]["validation"],
+            found["trainer"]["callbacks"][0]["init_args"]["proposals"],
+        )
+    del ocr["model"]["num_workers"]  # for OCR, which works on the CPU
+    assert ocr == geneval

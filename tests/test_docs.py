@@ -98,7 +98,7 @@ def test_the_example_reward_scores(example):
         example.JpegSize(quality=0)
 
 
-@pytest.mark.parametrize("holding", ["stable-diffusion-3.5-medium", "my_rewards.JpegSize"])
+@pytest.mark.parametrize("holding", ["my_rewards.JpegSize"])
 def test_overlays_on_the_page_are_accepted(example, holding, tmp_path, capsys):
     overlay = blocks(CONFIGURATION, "yaml", holding)
     base = ROOT / re.match(r"# Overlay for (\S+\.yaml)", overlay)[1]

@@ -78,7 +78,8 @@ class Policy(nn.Module):
         """Check the path without loading anything.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline, or its T5 would get no tokens.
+            ValueError: if a local path is missing or is not an SD3 pipeline, it cannot draw pictures of the size, or its T5
+                would get no tokens.
         """
         from recast_lightning.paths import resolve
 
@@ -87,6 +88,14 @@ class Policy(nn.Module):
             raise ValueError(
                 f"Policy path {self.path!r} has no model_index.json: it must be a saved diffusers pipeline."
             )
+        unit = _side_unit(folder)
+        for name, side in (("height", self.height), ("width", self.width)):
+            if side < 1 or side % unit:
+                below = max(side // unit, 0) * unit
+                raise ValueError(
+                    f"{name} is {side}, but the sides of {self.path!r}'s pictures are multiples of {unit} pixels: "
+                    f"take {below or unit} or {below + unit if below else 2 * unit}."
+                )
         if self.use_t5 and self.max_sequence_length < 1 and _has_t5(str(folder)):
             raise ValueError(
                 f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
@@ -104,13 +113,14 @@ class Policy(nn.Module):
         from diffusers import StableDiffusion3Pipeline
         from diffusers.utils import logging
 
-        from recast_lightning.paths import resolve
+        from recast_lightning.paths import reading, resolve
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         path = resolve(self.path, "policy")
         absent = {} if self.use_t5 and _has_t5(path) else {"text_encoder_3": None, "tokenizer_3": None}
-        pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **absent)
+        with reading("The policy found no SD3 pipeline", path):
+            pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **absent)
         self.transformer = pipeline.transformer
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:
@@ -195,6 +205,15 @@ class Policy(nn.Module):
     def save_lora(self, folder: Path, adapter: Adapter = "ema") -> None:
         """See `Adapters.save`."""
         self.adapters.save(folder, adapter)
+
+
+def _side_unit(folder: Path) -> int:
+    """Pixels that a picture's sides are a multiple of, one patch of latents; 16 for a hub id, as in all of SD3."""
+    files = [folder / part / "config.json" for part in ("vae", "transformer")]
+    if not all(file.is_file() for file in files):
+        return 16
+    vae, transformer = (json.loads(file.read_text()) for file in files)
+    return int(transformer["patch_size"] * 2 ** (len(vae["block_out_channels"]) - 1))
 
 
 def _has_t5(path: str) -> bool:

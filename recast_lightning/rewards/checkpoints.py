@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from recast_lightning.paths import reading
+
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
@@ -19,7 +21,8 @@ def fetch(path: str, filename: str, user: str) -> str:
         user: Who asks, for messages.
 
     Raises:
-        ValueError: If there is no such file.
+        ValueError: If a folder has no such file.
+        UserError: If the hub has none for this user, see `reading`.
     """
     if Path(path).is_dir():
         path = str(Path(path) / filename)
@@ -28,12 +31,9 @@ def fetch(path: str, filename: str, user: str) -> str:
     if Path(path).exists():
         return path
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    with reading(f'{user} found no file "{filename}"', path):
         return hf_hub_download(path, filename)
-    except (OSError, HfHubHTTPError) as error:
-        raise ValueError(f'{user} found no file "{filename}" in "{path}", neither here nor on the hub.') from error
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:

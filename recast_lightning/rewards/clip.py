@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recast_lightning.paths import resolve
+from recast_lightning.paths import reading, resolve
 from recast_lightning.rewards.checkpoints import check_fit
 
 if TYPE_CHECKING:
@@ -199,10 +199,8 @@ def shared_clip(
 
     path = resolve(model, f"{user} model")
     processor = path if processor is None else resolve(processor, f"{user} processor")
-    try:
+    with reading(f"{user} found no tokenizer", processor):
         tokenizer = AutoTokenizer.from_pretrained(processor)
-    except OSError as error:
-        raise ValueError(f'{user} found no tokenizer in "{processor}", neither here nor on the hub.') from error
     mean, std = read_image_statistics(processor)
     key = (path, _stamp(path), dtype)
     clip = _share(key, device, lambda: (read or read_clip)(path, getattr(torch, dtype), user).to(device))
@@ -240,12 +238,10 @@ def read_clip(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
     """
     from transformers import CLIPModel
 
-    try:
+    with reading(f"{user} found no CLIP model", path):
         model, info = CLIPModel.from_pretrained(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
-        raise ValueError(f'{user} found no CLIP model in "{path}", neither here nor on the hub.') from error
     check_fit(
         path,
         "the CLIP model that its config.json describes",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from recast_lightning.paths import reading
 from recast_lightning.rewards.checkpoints import check_fit
 
 if TYPE_CHECKING:
@@ -170,14 +171,10 @@ def _load_base(base: str) -> tuple[Any, Any, Any]:
     """Configuration, tokenizer (with the reward token) and image processor."""
     from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
-    try:
+    with reading("HPSv3 found no configuration, tokenizer or image processor", base):
         config = Qwen2VLConfig.from_pretrained(base)
         tokenizer = AutoTokenizer.from_pretrained(base)
         image_processor = Qwen2VLImageProcessorPil.from_pretrained(base)
-    except OSError as error:
-        raise ValueError(
-            f'HPSv3 found no configuration, tokenizer or image processor in "{base}", neither here nor on the hub.'
-        ) from error
     if "<|image_pad|>" not in (tokenizer.chat_template or ""):
         raise ValueError(
             f"The tokenizer of {base} has no chat template with images: expected a Qwen2-VL Instruct model."

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast_lightning.paths import resolve
+from recast_lightning.paths import reading, resolve
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards.aesthetic import check_file
 from recast_lightning.rewards.base import PositiveMap, RewardModel, require_package
@@ -114,10 +114,8 @@ class ImageReward(RewardModel):
         from transformers import AutoTokenizer
 
         words = resolve(self.tokenizer, f"{self.name} tokenizer")
-        try:
+        with reading(f"{self.name} found no tokenizer", words):
             tokenizer = AutoTokenizer.from_pretrained(words)
-        except (OSError, ValueError) as error:  # the latter where a folder holds something else
-            raise ValueError(f'{self.name} found no tokenizer in "{words}", neither here nor on the hub.') from error
         tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)  # BLIP's; their embeddings are in the file
         path = fetch(resolve(self.model, f"{self.name} model"), self.filename, self.name)
         model = load_blip_scorer(path, getattr(torch, self.dtype))

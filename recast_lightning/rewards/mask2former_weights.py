@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from recast_lightning.paths import reading
 from recast_lightning.rewards.checkpoints import check_fit, read_tensors
 
 if TYPE_CHECKING:
@@ -108,12 +109,10 @@ def load_mask2former(path: str, num_labels: int) -> "Mask2FormerForUniversalSegm
 def _load_transformers(path: str) -> "Mask2FormerForUniversalSegmentation":
     from transformers import Mask2FormerForUniversalSegmentation
 
-    try:
+    with reading("There is no Mask2Former", path):
         model, info = Mask2FormerForUniversalSegmentation.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
-        raise ValueError(f'There is no Mask2Former in "{path}", neither here nor on the hub.') from error
     check_fit(
         path,
         "the Mask2Former that its config.json describes",
