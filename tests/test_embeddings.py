@@ -186,11 +186,11 @@ def test_a_file_cut_short_is_encoded_anew(pipeline, tmp_path):
     policy = loaded(pipeline, embedding_folder=str(tmp_path))
     policy.encode_ahead(TEXTS[:1], lambda _: None)
     (file,) = tmp_path.iterdir()
-    whole = file.read_bytes()
+    whole, row = file.read_bytes(), load_file(file)["embeddings"].clone()
     for length in (0, 100, len(whole) - 1):
         file.write_bytes(whole[:length])
         policy.encode_ahead(TEXTS[:1], lambda _: None)
-        assert file.read_bytes() == whole
+        assert torch.equal(load_file(file)["embeddings"], row)
 
 
 def test_a_process_killed_while_it_writes_leaves_only_whole_files(tmp_path):
@@ -282,7 +282,7 @@ def changes(folder: Path | None) -> dict:
         "model__rewards": {
             "clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}
         },
-        "model__stages": [{"name": "only", "rollouts": 2, "budgets": {"clip": 1}}],
+        "model__stages": [{"name": "only", "rollouts": 1, "budgets": {"clip": 1}}],
         "trainer__callbacks__0__init_args__measure_after": False,
     }
 
@@ -303,10 +303,9 @@ def test_a_run_encodes_what_it_draws_and_the_next_loads_no_encoder(runs, tmp_pat
     plain, first, folder = runs
     assert same_weights(plain, first)
     validation = {prompt.text for prompt in load_prompts("signboard:test:5", ocr=False)}
-    train = {prompt.text for prompt in load_prompts("signboard:train:12", ocr=False)}
     kept = EmbeddingFolder(folder, {})
     assert all(text in kept for text in validation)
-    assert 6 <= len(list(folder.iterdir())) - len(validation) < len(train)  # 4 of a profile, 4 of rollouts
+    assert 4 <= len(list(folder.iterdir())) - len(validation) <= 6  # 4 of the profile, 2 of the rollout
 
     load = StableDiffusion3Pipeline.from_pretrained
 
@@ -317,11 +316,11 @@ def test_a_run_encodes_what_it_draws_and_the_next_loads_no_encoder(runs, tmp_pat
     monkeypatch.setattr(StableDiffusion3Pipeline, "from_pretrained", from_pretrained)
     assert same_weights(plain, fit(tmp_path, **changes(folder)))
     with pytest.raises(AssertionError):
-        main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:12"))])
+        main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:8"))])
     monkeypatch.undo()
-    main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:12"))])
-    assert len(list((newest_run(tmp_path) / "predictions").glob("*.png"))) == 12
-    assert all(text in kept for text in train)
+    main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:8"))])
+    assert len(list((newest_run(tmp_path) / "predictions").glob("*.png"))) == 8
+    assert all(prompt.text in kept for prompt in load_prompts("signboard:train:8", ocr=False))
 
 
 def test_a_run_with_other_encoders_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch, capsys):
@@ -347,8 +346,9 @@ def test_two_processes_with_a_folder_give_the_single_process_adapter(runs, tmp_p
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert same_weights(plain, newest_run(tmp_path), tolerance=1e-5)
-    new = {path.name: path.read_bytes() for path in (tmp_path / "e").iterdir()}
-    assert all((folder / name).read_bytes() == content for name, content in new.items())
+    new, known = list((tmp_path / "e").iterdir()), [path.name for path in folder.iterdir()]
+    assert {path.name for path in new} <= set(known)
+    assert all(torch.equal(load_file(p)["embeddings"], load_file(folder / p.name)["embeddings"]) for p in new)
 
 
 def test_the_embedded_pipeline_needs_no_t5(tmp_path):
