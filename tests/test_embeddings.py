@@ -15,14 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
 from helpers.tiny_t5 import save_pipeline_with_t5
-from integration.tiny import ROOT, adapters, config, fit, newest_run
+from integration.tiny import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import T5EncoderModel
 
-from recast_lightning.cli import main
-from recast_lightning.data import load_prompts
 from recast_lightning.errors import UserError
 from recast_lightning.paths import EMBEDDED
 from recast_lightning.policy import Condition, Policy, PromptEncoder
@@ -271,84 +268,6 @@ def test_a_process_that_cannot_write_stops_all():
         Process(1, 2, fault).run()
     with pytest.raises(UserError, match="a folder that all nodes share"):
         Process(1, 2, there=False).run()
-
-
-# Whole runs -----------------------------------------------------------------------------------------------------
-
-
-def changes(folder: Path | None) -> dict:
-    embeddings = {"model__policy__init_args__embedding_folder": str(folder)} if folder else {}
-    return embeddings | {
-        "model__rewards": {
-            "clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}
-        },
-        "model__stages": [{"name": "only", "rollouts": 1, "budgets": {"clip": 1}}],
-        "trainer__callbacks__0__init_args__measure_after": False,
-    }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A run without a folder, the first with one, and the folder."""
-    place = tmp_path_factory.mktemp("runs")
-    return fit(place / "plain", **changes(None)), fit(place / "first", **changes(place / "e")), place / "e"
-
-
-def same_weights(one: Path, other: Path, tolerance: float = 0.0) -> bool:
-    ours, theirs = (adapters(run / "checkpoints/last.ckpt") for run in (one, other))
-    return all(float((ours[key] - theirs[key]).abs().max()) <= tolerance for key in ours)
-
-
-def test_a_run_encodes_what_it_draws_and_the_next_loads_no_encoder(runs, tmp_path, monkeypatch):
-    plain, first, folder = runs
-    assert same_weights(plain, first)
-    validation = {prompt.text for prompt in load_prompts("signboard:test:5", ocr=False)}
-    kept = EmbeddingFolder(folder, {})
-    assert all(text in kept for text in validation)
-    assert 4 <= len(list(folder.iterdir())) - len(validation) <= 6  # 4 of the profile, 2 of the rollout
-
-    load = StableDiffusion3Pipeline.from_pretrained
-
-    def from_pretrained(path, **kwargs):
-        assert kwargs.get("text_encoder", "loaded") is None
-        return load(path, **kwargs)
-
-    monkeypatch.setattr(StableDiffusion3Pipeline, "from_pretrained", from_pretrained)
-    assert same_weights(plain, fit(tmp_path, **changes(folder)))
-    with pytest.raises(AssertionError):
-        main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:8"))])
-    monkeypatch.undo()
-    main(["predict", "--config", str(config(tmp_path, **changes(folder), data__predict="signboard:train:8"))])
-    assert len(list((newest_run(tmp_path) / "predictions").glob("*.png"))) == 8
-    assert all(prompt.text in kept for prompt in load_prompts("signboard:train:8", ocr=False))
-
-
-def test_a_run_with_other_encoders_is_refused_before_anything_is_loaded(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Policy, "load", lambda *args: pytest.fail("a model was loaded"))
-    with pytest.raises(SystemExit) as stop:
-        fit(tmp_path, **changes(runs[2]), model__policy__init_args__dtype="bfloat16")
-    error = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert error.startswith("recast: error: embedding_folder ")
-    assert len(error.splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_two_processes_with_a_folder_give_the_single_process_adapter(runs, tmp_path):
-    plain, _, folder = runs
-    file = config(
-        tmp_path, **changes(tmp_path / "e"), model__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp",
-        model__policy__init_args__offload_frozen=True, model__reward_offload=True, model__reward_device=["cpu", "cpu"],
-    )  # fmt: skip
-    command = [sys.executable, "-m", "recast_lightning", "fit", "--config", str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert same_weights(plain, newest_run(tmp_path), tolerance=1e-5)
-    new, known = list((tmp_path / "e").iterdir()), [path.name for path in folder.iterdir()]
-    assert {path.name for path in new} <= set(known)
-    assert all(torch.equal(load_file(p)["embeddings"], load_file(folder / p.name)["embeddings"]) for p in new)
 
 
 def test_the_embedded_pipeline_needs_no_t5(tmp_path):
