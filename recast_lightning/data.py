@@ -91,6 +91,11 @@ class PromptDataModule(L.LightningDataModule):
         }
         return [int(passes[i // count][i % count]) for i in places]
 
+    def fit_prompts(self, rollouts: range, seed: int) -> list[Prompt]:
+        """All that a fit encodes: the training prompts of these rollouts, and the validation prompts."""
+        places = sorted({place for rollout in rollouts for place in self.rollout_prompts(rollout, seed)})
+        return [self.prompts["train"][place] for place in places] + self.prompts["validation"]
+
     def train_dataloader(self) -> RolloutStream:
         """One epoch is one rollout: sampled when iteration starts, then served as (micro-batch, level) items."""
         assert self.trainer is not None

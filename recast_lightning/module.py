@@ -51,7 +51,8 @@ class RecastModule(SamplingModule):
         advantage_std: `level` (all samples of a level, as published) or `group`.
         aggregation: `sum` (advantages of the weighted sum, as published) or `per_reward` (of each reward, then summed).
         num_workers: processes, and as many threads, in which slow rewards score while sampling goes on; 0 for none.
-        reward_device: where rewards score, e.g. `cpu` or `cuda:1`; default the policy's device.
+        reward_device: where rewards score, e.g. `cuda:1`, or a list, one a process of a machine; default the policy's device.
+        reward_offload: keep the rewards' weights on the CPU except while they score.
         failure_share: a rollout in which more than this share of a reward's scores failed stops the run.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
@@ -79,7 +80,8 @@ class RecastModule(SamplingModule):
         advantage_std: Literal["level", "group"] = "level",
         aggregation: Literal["sum", "per_reward"] = "sum",
         num_workers: int = 0,
-        reward_device: str | None = None,
+        reward_device: str | list[str] | None = None,
+        reward_offload: bool = False,
         failure_share: float = 0.5,
         learning_rate: float = 3e-4,
         weight_decay: float = 1e-4,
@@ -90,7 +92,7 @@ class RecastModule(SamplingModule):
         old_maximum: float = 0.5,
         seed: int = 0,
     ) -> None:
-        super().__init__(policy, rewards, num_workers, reward_device)
+        super().__init__(policy, rewards, num_workers, reward_device, reward_offload)
         check_stages(stages, rewards)
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
@@ -130,6 +132,7 @@ class RecastModule(SamplingModule):
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
         self.validate_config(self.data, self.trainer.world_size)
+        self.place_rewards()
 
     def configure_model(self) -> None:
         """Load the policy (once)."""

@@ -69,6 +69,7 @@ def measure_profile(
     policy, seed = module.policy, derive_seed(module.seed, "profile")
     prompts = [p for p in module.data.prompts["train"][:num_prompts] for _ in range(proposals.per_prompt)]
     numbers = [i // proposals.per_prompt for i in range(len(prompts))]
+    module.encode_ahead(prompts)
     latents = _latents(module, proposals, prompts, batch_size)
     rewards = image_rewards(module, prompts, names)
     if isinstance(proposals, PolicyProposals):

@@ -25,6 +25,7 @@ from recast_lightning.rewards.tag_means import TagMeans
 from recast_lightning.rollout import constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
+from recast_lightning.trainer import progress_of
 
 
 class SamplingModule(L.LightningModule):
@@ -34,15 +35,20 @@ class SamplingModule(L.LightningModule):
         policy: the text-to-image policy.
         rewards: name → reward model; all are evaluated.
         num_workers: of `ScoringPool`.
-        reward_device: where inline rewards score; default where the images are.
+        reward_device: where inline rewards score, for all processes or one a process of a machine; default where the
+            images are.
+        reward_offload: bring each reward's weights back to the CPU after each batch that it scores.
     """
+
+    seed: int  # set by the subclass
 
     def __init__(
         self,
         policy: Policy,
         rewards: dict[str, RewardModel],
         num_workers: int = 0,
-        reward_device: str | None = None,
+        reward_device: str | list[str] | None = None,
+        reward_offload: bool = False,
     ) -> None:
         super().__init__()
         for name in rewards:
@@ -50,7 +56,12 @@ class SamplingModule(L.LightningModule):
                 raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
         self.policy = policy
         self.reward_models = rewards
-        self.scoring = ScoringPool(rewards, num_workers, _device(reward_device))
+        self.reward_device = reward_device
+        for device in reward_device if isinstance(reward_device, list) else [reward_device]:
+            _device(device)
+        for model in rewards.values():
+            model.offloaded = reward_offload
+        self.scoring = ScoringPool(rewards, num_workers)
         self.safe_point: Callable[[], None] = lambda: None  # where a signal may stop the run
         self.called_constant: set[str] = set()
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
@@ -75,6 +86,71 @@ class SamplingModule(L.LightningModule):
         for model in self.reward_models.values():
             for prompts in data.prompts.values():
                 model.check_prompts(prompts)
+
+    def place_rewards(self) -> None:
+        """Let this process's rewards score on their device.
+
+        Raises:
+            UserError: if it is not there, or there are not as many as processes on a machine.
+        """
+        given, processes = self.reward_device, self.trainer.num_devices
+        if isinstance(given, list) and len(given) != processes:
+            raise UserError(
+                f"reward_device lists {len(given)} devices for {processes} processes on each machine: give one for each "
+                "process, or one value for all."
+            )
+        device = _device(given[self.trainer.local_rank] if isinstance(given, list) else given)
+        count = torch.cuda.device_count()
+        if device is not None and device.type == "cuda" and (device.index or 0) >= count:
+            raise UserError(f"reward_device {str(device)!r} is not there: this machine has {count} CUDA devices.")
+        self.scoring.device = device
+
+    # Prompts -----------------------------------------------------------------------------------------------------
+
+    def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
+        """Have the embedding of every prompt on disk, each encoded by one process, and let the text encoders go.
+
+        A collective call that does nothing without an `embedding_folder`.
+
+        Raises:
+            UserError: if the folder cannot be written to, or processes do not see each other's files.
+        """
+        if self.policy.embedding_folder is None:
+            return
+        texts, strategy = list(dict.fromkeys(p.text for p in prompts)), self.trainer.strategy
+        share, failure = texts[self.trainer.global_rank :: self.trainer.world_size], None
+        with progress_of(self.trainer, "encoding prompts", len(share)) as advance:
+            try:
+                self.policy.encode_ahead(share, advance)
+            except UserError as error:
+                failure = error
+        if not strategy.reduce_boolean_decision(failure is None):  # waits for all, too
+            raise failure or UserError("Another process could not encode its prompts; its own message says why.")
+        if not all(map(self.policy.has_embedding, texts)):
+            raise UserError(
+                f"embedding_folder {self.policy.embedding_folder!r} lacks what other processes wrote to it: give a folder "
+                "that all nodes share."
+            )
+
+    def on_fit_start(self) -> None:
+        """Encode the prompts of the rollouts to come, and those of the evaluations."""
+        rollouts = range(self.current_epoch, self.trainer.max_epochs or 0)
+        self.encode_ahead(self.data.fit_prompts(rollouts, self.seed))
+
+    def on_validation_start(self) -> None:
+        """Encode the validation prompts, in a fit for the first time only."""
+        self.encode_ahead(self.data.prompts["validation"])
+
+    def on_test_start(self) -> None:
+        """As in validation."""
+        self.on_validation_start()
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Encode all prompts before the first is drawn (here, since a profile starts like a prediction)."""
+        if batch_idx == 0:
+            self.encode_ahead(self.data.prompts["predict"])
+
+    # Drawing and scoring -----------------------------------------------------------------------------------------
 
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
         """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""

@@ -6,7 +6,7 @@ Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from recast_lightning.flow import sample_ode
 from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters
-from recast_lightning.policy.embeddings import Condition, PromptEncoder
+from recast_lightning.policy.embeddings import (
+    TEXT_PARTS,
+    Condition,
+    EmbeddingFolder,
+    PromptEncoder,
+    encoder_fingerprints,
+)
 
 
 class Policy(nn.Module):
@@ -39,7 +45,8 @@ class Policy(nn.Module):
         offload_frozen: keep text encoders and VAE on the CPU except while they work.
         dtype: of the frozen weights; adapters are float32.
         gradient_checkpointing: trade compute for memory in the trained pass.
-        embedding_cache: number of encoded prompts to keep.
+        embedding_cache: number of encoded prompts to keep in memory.
+        embedding_folder: keep encoded prompts on disk here, for this run and later ones; default in memory only.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Policy(nn.Module):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         gradient_checkpointing: bool = False,
         embedding_cache: int = 4096,
+        embedding_folder: str | None = None,
     ) -> None:
         super().__init__()
         if num_steps < 2:
@@ -71,15 +79,16 @@ class Policy(nn.Module):
         self.lora_rank, self.lora_alpha, self.lora_targets = lora_rank, lora_alpha, tuple(lora_targets)
         self.max_sequence_length, self.use_t5, self.offload_frozen = max_sequence_length, use_t5, offload_frozen
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.gradient_checkpointing, self.embedding_cache = gradient_checkpointing, embedding_cache
+        self.gradient_checkpointing = gradient_checkpointing
+        self.embedding_cache, self.embedding_folder = embedding_cache, embedding_folder
         self._helpers: dict[str, Any] = {}
 
     def validate(self) -> None:
         """Check the path without loading anything.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline, it cannot draw pictures of the size, or its T5
-                would get no tokens.
+            ValueError: if a local path is missing or is not an SD3 pipeline, it cannot draw pictures of the size, its T5
+                would get no tokens, or `embedding_folder` holds what other encoders made.
         """
         from recast_lightning.paths import resolve
 
@@ -101,6 +110,8 @@ class Policy(nn.Module):
                 f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
                 "give 128 to 256, or use_t5: false."
             )
+        if self.embedding_folder is not None and folder.is_dir():
+            self._open_folder(folder)
 
     def load(self, seed: int = 0) -> None:
         """Load the pipeline and add adapters whose first weights are keyed by `seed`. Does nothing the second time."""
@@ -120,12 +131,28 @@ class Policy(nn.Module):
         path = resolve(self.path, "policy")
         absent = {} if self.use_t5 and _has_t5(path) else {"text_encoder_3": None, "tokenizer_3": None}
         with reading("The policy found no SD3 pipeline", path):
-            pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **absent)
+            pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **dict.fromkeys(TEXT_PARTS))
         self.transformer = pipeline.transformer
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        encoder = PromptEncoder(pipeline, self.max_sequence_length, self.embedding_cache, self.offload_frozen)
+
+        def load_encoders() -> Any:
+            with reading("The policy found no text encoders", path):
+                encoders = StableDiffusion3Pipeline.from_pretrained(
+                    path, dtype=self.dtype, transformer=None, vae=None, **absent
+                )
+            encoders.register_modules(transformer=self.transformer)  # zeros in T5's place take their width from it
+            return encoders
+
+        folder = None
+        if self.embedding_folder is not None:
+            with reading("The policy found no text encoders", path):
+                local = path if Path(path).is_dir() else StableDiffusion3Pipeline.download(path, **absent)
+            folder = self._open_folder(Path(local))
+        encoder = PromptEncoder(
+            load_encoders, self.max_sequence_length, self.embedding_cache, self.offload_frozen, folder
+        )
         pipeline.scheduler.set_timesteps(self.num_steps)
         self.sigmas = pipeline.scheduler.sigmas.flip(0).double().cpu()
         self._helpers = {"vae": pipeline.vae.eval().requires_grad_(False), "encoder": encoder}
@@ -177,6 +204,22 @@ class Policy(nn.Module):
         """Encoded prompts, on the transformer's device."""
         condition: Condition = self._helpers["encoder"].encode(texts, self.device)
         return condition
+
+    def encode_ahead(self, texts: Sequence[str], advance: Callable[[int], Any]) -> None:
+        """See `PromptEncoder.encode_ahead`; needs an `embedding_folder`."""
+        self._helpers["encoder"].encode_ahead(texts, self.device, advance)
+
+    def has_embedding(self, text: str) -> bool:
+        """Whether a prompt's embedding is in the `embedding_folder`."""
+        return text in self._helpers["encoder"].folder
+
+    def _open_folder(self, pipeline: Path) -> EmbeddingFolder:
+        assert self.embedding_folder is not None
+        settings = {"max_sequence_length": str(self.max_sequence_length), "dtype": str(self.dtype).split(".")[1]}
+        return EmbeddingFolder(
+            Path(self.embedding_folder),
+            settings | encoder_fingerprints(pipeline, self.use_t5 and _has_t5(str(pipeline))),
+        )
 
     @contextmanager
     def _vae(self) -> Iterator[Any]:

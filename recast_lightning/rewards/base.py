@@ -42,6 +42,7 @@ class RewardModel(nn.Module, ABC):
         differentiable: Whether :meth:`score` passes gradients back to the images.
         score_range: The smallest and the largest score possible.
         failed: How many images could not be scored so far.
+        offloaded: Whether the weights go back to the CPU after each batch.
         version: Of the checkpoint that scores are comparable within.
         licence: Of the weights; empty where there are none.
         workers: Where it scores when a run has workers: ``inline`` on the device, in ``threads`` or in ``processes``.
@@ -61,6 +62,7 @@ class RewardModel(nn.Module, ABC):
             raise ValueError(f"positive_map is {positive_map!r}: expected one of {', '.join(_POSITIVE)}.")
         self.positive_map = positive_map
         self.failed = 0
+        self.offloaded = False
         self._device = torch.device("cpu")
         self._loaded: Any = None
         self._reported: set[str] = set()
@@ -107,6 +109,13 @@ class RewardModel(nn.Module, ABC):
                 self._loaded = self._load()
         return self._loaded
 
+    def offload(self) -> None:
+        """Bring the weights back to the CPU at once; they move when they are used after the next ``.to(device)``."""
+        self.to("cpu")
+        for part in self._loaded if isinstance(self._loaded, tuple) else (self._loaded,):
+            if hasattr(part, "to"):
+                part.to(torch.device("cpu"))
+
     @torch.no_grad()
     def forward(self, images: Tensor | Sequence[Image.Image], prompts: Sequence[Prompt]) -> Tensor:
         """Check the input, score it, and report what could not be scored.
@@ -134,7 +143,11 @@ class RewardModel(nn.Module, ABC):
         broken = ~images.isfinite().flatten(1).all(1)
         if broken.any():
             self._report("the image holds NaN or infinite pixels")
-        scores = self.score(torch.where(broken[:, None, None, None], 0.0, images), prompts)
+        try:
+            scores = self.score(torch.where(broken[:, None, None, None], 0.0, images), prompts)
+        finally:
+            if self.offloaded:
+                self.offload()
         if scores.shape != (len(images),):
             raise RuntimeError(
                 f"{type(self).__name__}.score returned shape {list(scores.shape)} for {len(images)} images."

@@ -92,6 +92,11 @@ class GenEval(RewardModel):
         self.detector.load(self._device)
         return True
 
+    def offload(self) -> None:
+        """Bring the detector's weights back to the CPU at once."""
+        super().offload()
+        self.detector.load(self._device)
+
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] (float32 in [0, 1]) against the metadata of their prompts.
 

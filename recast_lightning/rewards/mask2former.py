@@ -143,6 +143,7 @@ class Mask2FormerDetector(Detector):
                 colors = ColorNamer.load(self.clip, self.clip_processor, self.clip_dtype, device)
             self._loaded = network.eval().requires_grad_(False), colors
         self._loaded[0].to(device)
+        self._loaded[1].clip.to(device)
         return self._loaded
 
     def __getstate__(self) -> dict[str, Any]:
