@@ -22,6 +22,7 @@ from recast_lightning.sampling import SamplingModule
 from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.stages import Stage, check_stages, stage_index
+from recast_lightning.strategies import check_strategy, keep_adapters_exact, number_by_module
 from recast_lightning.trainer import progress_of
 
 
@@ -115,11 +116,15 @@ class RecastModule(SamplingModule):
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
+        check_strategy(self.trainer)
         self.validate_config(self.data, self.trainer.world_size)
+        keep_adapters_exact(self.trainer, self.policy)
 
     def configure_model(self) -> None:
-        """Load the policy (once)."""
+        """Load the policy, and share it out under `ModelParallelStrategy` (once)."""
         self.policy.load(self.seed)
+        if self.device_mesh is not None:
+            self.policy.shard(self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """AdamW on the trained adapter, with a linear warm-up."""
@@ -271,8 +276,7 @@ class RecastModule(SamplingModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm."""
-        norms = [p.grad.norm() for p in self.policy.adapter_parameters("default") if p.grad is not None]
-        norm = torch.stack(norms).norm()
+        norm = self.policy.gradient_norm().to(self.device)
         self.log("train/grad_norm", norm, on_epoch=True, on_step=False, sync_dist=True, batch_size=1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -283,8 +287,8 @@ class RecastModule(SamplingModule):
     # Checkpoints -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the adapters, W and the counter; the base stays where it came from."""
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if ".lora_" in k}
+        """Keep W and the counter; of the policy there are the adapters only, see `Policy`."""
+        number_by_module(checkpoint.get("optimizer_states", []), self)
         checkpoint["recast"] = {"synced_rollout": self.synced_rollout, "credit_stage": self.credit_stage}
         if self.credit is not None:
             checkpoint["recast"]["credit"] = dict(vars(self.credit))

@@ -76,8 +76,11 @@ class SamplingModule(L.LightningModule):
                 model.check_prompts(prompts)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
-        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
-        with self.scoring.running():
+        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score.
+
+        Autocast is for the policy: scores are the same with and without it.
+        """
+        with self.scoring.running(), torch.autocast(self.device.type, enabled=False):
             return self.scoring.submit(images, prompts, names).result()
 
     def teardown(self, stage: str) -> None:
@@ -181,7 +184,8 @@ class SamplingModule(L.LightningModule):
     def _log_tag_means(self, prefix: str) -> None:
         for name, metric in self.tag_means.items():
             means = metric.compute()  # type: ignore[operator]
-            self.log_dict({f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()})
+            finite = {f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()}
+            self.log_dict(finite, sync_dist=True)
             metric.reset()  # type: ignore[operator]
 
 
