@@ -42,7 +42,7 @@ class Policy(nn.Module):
         dtype: of the frozen weights; adapters are float32.
         gradient_checkpointing: trade compute for memory in the trained pass.
         embedding_cache: number of encoded prompts to keep.
-        compile_blocks: compile the transformer's blocks (`torch.compile`); pays off on long runs on a GPU.
+        compile_blocks: compile the transformer's blocks (`torch.compile`), anew for each adapter and mode.
     """
 
     def __init__(
