@@ -117,14 +117,13 @@ class RecastModule(SamplingModule):
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
         check_strategy(self.trainer)
-        self.validate_config(self.data, self.trainer.world_size)
         keep_adapters_exact(self.trainer, self.policy)
+        self.validate_config(self.data, self.trainer.world_size)
 
     def configure_model(self) -> None:
         """Load the policy, and share it out under `ModelParallelStrategy` (once)."""
         self.policy.load(self.seed)
-        if self.device_mesh is not None:
-            self.policy.shard(self.device_mesh["data_parallel"])
+        self.policy.shard(self.device_mesh and self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """AdamW on the trained adapter, with a linear warm-up."""
@@ -271,13 +270,12 @@ class RecastModule(SamplingModule):
         return loss
 
     def _log_step(self, **values: Tensor) -> None:
-        self.log_dict({f"train/{k}": v.detach() for k, v in values.items()}, on_step=False, on_epoch=True, sync_dist=True,
-                      batch_size=self.micro_batch_size)  # fmt: skip
+        named = {f"train/{name}": value.detach() for name, value in values.items()}
+        self.log_dict(named, on_step=False, on_epoch=True, sync_dist=True, batch_size=self.micro_batch_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm."""
-        norm = self.policy.gradient_norm().to(self.device)
-        self.log("train/grad_norm", norm, on_epoch=True, on_step=False, sync_dist=True, batch_size=1)
+        self._log_step(grad_norm=self.policy.gradient_norm())
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, then let the evaluated adapter follow."""
@@ -295,7 +293,10 @@ class RecastModule(SamplingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
-        self.check_adapters(checkpoint["state_dict"])
+        taken = "state_dict" not in checkpoint  # ModelParallelStrategy has loaded what fits
+        self.check_adapters(
+            (torch.load(self.trainer.ckpt_path, weights_only=True) if taken else checkpoint)["state_dict"]
+        )
         state = checkpoint["recast"]
         self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]
         self.credit = CreditMatrix(**state["credit"]) if "credit" in state else None

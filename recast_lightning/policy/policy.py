@@ -130,8 +130,8 @@ class Policy(nn.Module):
         self._helpers = {"vae": pipeline.vae.eval().requires_grad_(False), "encoder": encoder}
 
     def shard(self, mesh: Any) -> None:
-        """Share the loaded transformer out over a device mesh (FSDP2). Does nothing the second time."""
-        if not self.sharded:
+        """Share the loaded transformer out over a device mesh (FSDP2). Does nothing without one, and the second time."""
+        if mesh is not None and not self.sharded:
             shard(self.transformer, mesh)
             self.sharded = True
 
@@ -161,7 +161,7 @@ class Policy(nn.Module):
     def gradient_norm(self) -> Tensor:
         """Norm of the trained adapter's gradient."""
         gradients = [p.grad for p in self.adapter_parameters("default") if p.grad is not None]
-        return whole(nn.utils.get_total_norm(gradients))
+        return whole(nn.utils.get_total_norm(gradients)).to(self.device)
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity v [B, C, H, W] (float32) at x_σ [B, C, H, W], σ [B]."""
