@@ -87,8 +87,9 @@ class RunReport(L.Callback):
         """Write the trained adapter for diffusers, and the report."""
         assert isinstance(pl_module, RecastModule)
         folder = run_folder(trainer)
+        if folder is not None:
+            pl_module.policy.save_lora(folder / "lora", write=trainer.is_global_zero)
         if trainer.is_global_zero and folder is not None:
-            pl_module.policy.save_lora(folder / "lora")
             self.report = write_report(folder)
 
 

@@ -26,6 +26,7 @@ from recast_lightning.module import RecastModule
 from recast_lightning.profile_command import RecastTrainer
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
+from recast_lightning.strategies import check_strategy, check_strategy_name
 
 _C = TypeVar("_C")
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -130,6 +131,8 @@ class RecastCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if config.get("ckpt_path") == "last":
             self._find_last(config)
+        strategy = config.trainer.strategy
+        _checked(lambda: check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path))
         total = sum(stage["rollouts"] for stage in config.model.stages)
         if config.trainer.max_epochs is None:
             config.trainer.max_epochs = total
@@ -170,6 +173,7 @@ class RecastCLI(LightningCLI):
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
             if self.subcommand == "doctor":
                 return  # finds all faults, not the first
+            check_strategy(self.trainer)
             self.model.validate_config(self.datamodule, self.trainer.world_size)
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:

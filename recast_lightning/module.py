@@ -16,7 +16,7 @@ from recast_lightning.data import PromptDataModule
 from recast_lightning.flow import noise_to
 from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
 from recast_lightning.policy import Policy
-from recast_lightning.resume import dump, restore
+from recast_lightning.resume import apply_hyperparameters, dump, restore
 from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout import (
     RolloutBuffer,
@@ -32,6 +32,7 @@ from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.stages import Stage, check_stages, stage_index
 from recast_lightning.step_means import StepMeans
+from recast_lightning.strategies import check_strategy, keep_adapters_exact
 from recast_lightning.trainer import progress_of
 
 
@@ -131,12 +132,15 @@ class RecastModule(SamplingModule):
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
+        check_strategy(self.trainer)
+        keep_adapters_exact(self.trainer, self.policy)
         self.validate_config(self.data, self.trainer.world_size)
         self.place_rewards()
 
     def configure_model(self) -> None:
-        """Load the policy (once)."""
+        """Load the policy, and share it out under `ModelParallelStrategy` (once)."""
         self.policy.load(self.seed)
+        self.policy.shard(self.device_mesh and self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         """AdamW on the trained adapter, with a linear warm-up."""
@@ -293,9 +297,8 @@ class RecastModule(SamplingModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the gradient's norm and the learning rate."""
-        norms = [p.grad.norm() for p in self.policy.adapter_parameters("default") if p.grad is not None]
         rate = torch.tensor(optimizer.param_groups[0]["lr"], device=self.device)
-        self.step_means.add(grad_norm=torch.stack(norms).norm(), learning_rate=rate)
+        self.step_means.add(grad_norm=self.policy.gradient_norm(), learning_rate=rate)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, let the evaluated adapter follow, and log the step."""
@@ -314,3 +317,8 @@ class RecastModule(SamplingModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """See `resume.restore`."""
         self.resumed = restore(self, checkpoint)
+
+    def on_train_start(self) -> None:
+        """The configuration's learning rate holds over a checkpoint's."""
+        if self.resumed:
+            apply_hyperparameters(self)

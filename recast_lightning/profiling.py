@@ -21,7 +21,6 @@ from recast_lightning.credit.plan import Steps
 from recast_lightning.errors import UserError
 from recast_lightning.flow import Posterior
 from recast_lightning.module import RecastModule
-from recast_lightning.policy import Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.proposals import PolicyProposals, Proposals
 from recast_lightning.seeds import derive_seed, generator
@@ -123,7 +122,7 @@ def _metadata(
     trainer: L.Trainer, module: RecastModule, proposals: Proposals, prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """What a profile is of: policy, prompts, source, seed, versions."""
-    fingerprints = {"policy": policy_fingerprint(module.policy), "prompts": _hash([p.text for p in prompts])}
+    fingerprints = {"policy": module.policy.fingerprint(), "prompts": _hash([p.text for p in prompts])}
     return {
         "policy": module.policy.path,
         "proposals": type(proposals).__name__,
@@ -132,18 +131,6 @@ def _metadata(
         "fingerprints": fingerprints,
         "versions": {package: version(package) for package in PACKAGES},
     }
-
-
-@torch.no_grad()
-def policy_fingerprint(policy: Policy) -> str:
-    """Tells policies apart: a hash of the trained adapter and of a few numbers of each weight of the base."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, weight in policy.transformer.named_parameters():
-        if ".lora_" not in name:
-            digest.update(name.encode() + weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
-    for weight in policy.adapter_parameters("default"):
-        digest.update(weight.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def image_rewards(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.errors import UserError
 from recast_lightning.stages import Stage
+from recast_lightning.strategies import number_by_module
 
 if TYPE_CHECKING:
     from recast_lightning.module import RecastModule
 
-MODEL = ("policy.path", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
+MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
 ROLLOUT = (
     "model.seed", "model.micro_batch_size", "model.timestep_fraction", "data.sources", "data.prompts_per_rollout",
     "data.group_size", "trainer.accumulate_grad_batches", "trainer.world_size",
@@ -25,8 +28,8 @@ FREE = (
 
 
 def dump(module: RecastModule, checkpoint: dict[str, Any]) -> None:
-    """Keep the adapters, W, the counters and the settings in a checkpoint; the base stays where it came from."""
-    checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if ".lora_" in k}
+    """Keep W, the counters and the settings in a checkpoint; of the policy there are the adapters only, see `Policy`."""
+    number_by_module(checkpoint.get("optimizer_states", []), module)
     checkpoint["recast"] = {
         "synced_rollout": module.synced_rollout,
         "logged_rollout": module.logged_rollout,
@@ -46,7 +49,11 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
     Raises:
         UserError: if the checkpoint does not belong to this model, rollout or stage.
     """
-    module.check_adapters(checkpoint)
+    if "recast" not in checkpoint:
+        raise UserError("The checkpoint was not written by `recast fit`: give a run's checkpoints/last.ckpt.")
+    taken = "state_dict" not in checkpoint  # ModelParallelStrategy has loaded what fits
+    weights = (torch.load(str(module.trainer.ckpt_path), weights_only=True) if taken else checkpoint)["state_dict"]
+    module.check_adapters(weights)
     state, changes = checkpoint["recast"], []
     done, length = position(checkpoint)
     if module.trainer.state.fn == "fit":
@@ -64,9 +71,7 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
         stage, (rewards, levels) = module.stages[module.credit_stage], module.credit.weights.shape
         check_credit(module.credit, stage)
         credit = f"W of stage {stage.name!r} ({rewards} rewards × {levels} levels)"
-    step = checkpoint["global_step"]
-    apply_hyperparameters(checkpoint, module.learning_rate, module.weight_decay, module.warm_up(step))
-    said = f"{len(checkpoint['state_dict'])} adapter tensors, optimizer step {step}, {where}, {credit}"
+    said = f"{len(weights)} adapter tensors, optimizer step {checkpoint['global_step']}, {where}, {credit}"
     return said + "".join(f"; now {change}" for change in changes)
 
 
@@ -122,22 +127,15 @@ def _named(budgets: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
 
 
-def apply_hyperparameters(checkpoint: dict[str, Any], learning_rate: float, weight_decay: float, scale: float) -> None:
-    """Make the optimizer that a checkpoint restores use the run's values.
-
-    Args:
-        checkpoint: as Lightning keeps it; changed in place.
-        learning_rate: of AdamW, after its warm-up.
-        weight_decay: of AdamW.
-        scale: of the learning rate at the checkpoint's optimizer step.
-    """
-    for optimizer in checkpoint.get("optimizer_states", []):
-        for group in optimizer["param_groups"]:
-            group |= {"lr": learning_rate * scale, "weight_decay": weight_decay}
-            if "initial_lr" in group:
-                group["initial_lr"] = learning_rate
-    for schedule in checkpoint.get("lr_schedulers", []):
-        schedule |= {"base_lrs": [learning_rate], "_last_lr": [learning_rate * scale]}
+def apply_hyperparameters(module: RecastModule) -> None:
+    """Make the optimizer that a checkpoint has restored use the configuration's learning rate and weight decay."""
+    scale = module.warm_up(module.global_step)
+    for optimizer in module.trainer.optimizers:
+        for group in optimizer.param_groups:
+            group |= {"lr": module.learning_rate * scale, "weight_decay": module.weight_decay}
+            group |= {"initial_lr": module.learning_rate} if "initial_lr" in group else {}
+    for config in module.trainer.lr_scheduler_configs:
+        config.scheduler.base_lrs = [module.learning_rate]
 
 
 def position(checkpoint: Mapping[str, Any]) -> tuple[int, int]:

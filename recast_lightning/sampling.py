@@ -153,8 +153,11 @@ class SamplingModule(L.LightningModule):
     # Drawing and scoring -----------------------------------------------------------------------------------------
 
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
-        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
-        with self.scoring.running():
+        """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score.
+
+        Autocast is for the policy: scores are the same with and without it.
+        """
+        with self.scoring.running(), torch.autocast(self.device.type, enabled=False):
             return self.scoring.submit(images, prompts, names).result()
 
     def teardown(self, stage: str) -> None:
@@ -220,16 +223,14 @@ class SamplingModule(L.LightningModule):
         """Images and scores."""
         return self.evaluate_batch(batch)
 
-    def check_adapters(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint that is not of such a run, or whose adapters fit nowhere.
+    def check_adapters(self, weights: dict[str, Tensor]) -> None:
+        """Refuse a checkpoint's adapters that fit nowhere.
 
         Raises:
             UserError: saying how many fit.
         """
-        if "recast" not in checkpoint:
-            raise UserError("The checkpoint was not written by `recast fit`: give a run's checkpoints/last.ckpt.")
         own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
-        theirs = {(k, v.shape) for k, v in checkpoint["state_dict"].items()}
+        theirs = {(k, v.shape) for k, v in weights.items()}
         if own != theirs:
             raise UserError(
                 f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
@@ -264,8 +265,8 @@ class SamplingModule(L.LightningModule):
     def _log_tag_means(self, prefix: str) -> None:
         for name, metric in self.tag_means.items():
             means = metric.compute()  # type: ignore[operator]
-            found = {f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()}
-            self.log_dict(found, sync_dist=True)
+            finite = {f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()}
+            self.log_dict(finite, sync_dist=True)
             metric.reset()  # type: ignore[operator]
 
 

@@ -169,3 +169,54 @@ def test_t5_without_tokens_is_refused(tmp_path):
         Policy(path=str(tmp_path)).validate()
     Policy(path=str(tmp_path), max_sequence_length=128).validate()
     Policy(path=str(tmp_path), use_t5=False).validate()
+
+
+def test_the_state_dict_has_the_adapters_only(policy):
+    names = set(policy.state_dict())
+    assert names == {n for n, _ in policy.named_parameters() if ".lora_" in n}
+    assert len(names) == 3 * len(policy.adapter_parameters("default"))
+
+
+def test_the_fingerprint_tells_policies_apart():
+    one, two = fresh(), fresh()
+    assert one.fingerprint() == two.fingerprint()
+    perturb(two, "default")
+    assert one.fingerprint() != two.fingerprint()
+
+
+def test_autocast_neither_touches_frozen_helpers_nor_serves_stale_weights():
+    policy = fresh()
+    x, sigma, condition = batch(policy)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as Lightning's bf16-mixed opens it
+        policy._helpers["encoder"].cache.clear()
+        assert torch.equal(policy.encode_prompts(TEXTS).embeddings, condition.embeddings)
+        pictures = policy.decode(x)
+        with policy.adapter("default"):
+            before = policy(x, sigma, condition)
+            perturb(policy, "default")
+            after = policy(x, sigma, condition)
+    assert torch.equal(pictures, policy.decode(x))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_in_every_state(monkeypatch):
+    """Each state is compiled by itself; dynamo's graphs run as they are, without a compiler."""
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compile_(block, backend="eager"))
+    plain, compiled = fresh(), fresh(compile_blocks=True)
+    for policy in (plain, compiled):
+        for scale, name in enumerate(ADAPTERS):
+            for _ in range(scale + 1):
+                perturb(policy, name)
+    x, sigma, condition = batch(plain)
+    seen = []
+    for name in (None, *ADAPTERS):
+        with plain.adapter(name), compiled.adapter(name):
+            seen.append(plain(x, sigma, condition))
+            torch.testing.assert_close(compiled(x, sigma, condition), seen[-1], atol=1e-5, rtol=0)
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+    for policy in (plain, compiled):
+        policy(x, sigma, condition).square().mean().backward()
+    for a, b in zip(*(p.adapter_parameters("default") for p in (plain, compiled)), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from recast_lightning.policy.sharding import reshard, whole
 from recast_lightning.seeds import derive_seed
 
 Adapter = Literal["default", "old", "ema"]
@@ -68,6 +69,7 @@ class Adapters:
 
     def parameters(self, name: Adapter) -> list[nn.Parameter]:
         """The weights of one adapter, in the same order for every adapter."""
+        reshard(self.transformer)
         return [p for n, p in self.transformer.named_parameters() if f".{name}." in n]
 
     @torch.no_grad()
@@ -76,16 +78,20 @@ class Adapters:
         for p, q in zip(self.parameters(target), self.parameters(source), strict=True):
             p.lerp_(q, 1 - keep)
 
-    def save(self, folder: Path, name: Adapter) -> None:
+    def save(self, folder: Path, name: Adapter, write: bool) -> None:
         """Write `pytorch_lora_weights.safetensors` that diffusers' `load_lora_weights` reads, scale included."""
         from diffusers import StableDiffusion3Pipeline
         from peft import get_peft_model_state_dict
 
-        weights = get_peft_model_state_dict(self.transformer, adapter_name=name)
+        reshard(self.transformer)
+        lora = {n: whole(p) for n, p in self.transformer.named_parameters() if f".{name}." in n}
+        if not write:
+            return
+        weights = get_peft_model_state_dict(self.transformer, state_dict=lora, adapter_name=name)
         config = self.transformer.peft_config[name].to_dict()
         metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
         StableDiffusion3Pipeline.save_lora_weights(
             folder,
-            transformer_lora_layers={k: v.contiguous().cpu() for k, v in weights.items()},
+            transformer_lora_layers={k: v.contiguous() for k, v in weights.items()},
             transformer_lora_adapter_metadata=metadata,
         )

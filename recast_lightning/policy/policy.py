@@ -5,6 +5,7 @@ Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,13 +24,14 @@ from recast_lightning.policy.embeddings import (
     PromptEncoder,
     encoder_fingerprints,
 )
+from recast_lightning.policy.sharding import shard, whole
 
 
 class Policy(nn.Module):
     """A text-to-image policy with adapters `default` (trained), `old` (samples), `ema` (evaluated); none is the reference.
 
     Construction is cheap; `load` reads the weights. Only the transformer is a submodule: text encoders and VAE are frozen
-    helpers that stay out of optimizers and checkpoints.
+    helpers that stay out of optimizers and checkpoints. The `state_dict` has the adapters, not the base.
 
     Args:
         path: folder or hub id of a `StableDiffusion3Pipeline`, or `signboard:base` for the embedded one.
@@ -47,6 +49,7 @@ class Policy(nn.Module):
         gradient_checkpointing: trade compute for memory in the trained pass.
         embedding_cache: number of encoded prompts to keep in memory.
         embedding_folder: keep encoded prompts on disk here, for this run and later ones; default in memory only.
+        compile_blocks: compile the transformer's blocks (`torch.compile`), anew for each adapter and mode.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Policy(nn.Module):
         gradient_checkpointing: bool = False,
         embedding_cache: int = 4096,
         embedding_folder: str | None = None,
+        compile_blocks: bool = False,
     ) -> None:
         super().__init__()
         if num_steps < 2:
@@ -81,7 +85,9 @@ class Policy(nn.Module):
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.gradient_checkpointing = gradient_checkpointing
         self.embedding_cache, self.embedding_folder = embedding_cache, embedding_folder
+        self.compile_blocks, self.sharded = compile_blocks, False
         self._helpers: dict[str, Any] = {}
+        self.register_state_dict_post_hook(_keep_adapters)
 
     def validate(self) -> None:
         """Check the path without loading anything.
@@ -133,9 +139,12 @@ class Policy(nn.Module):
         with reading("The policy found no SD3 pipeline", path):
             pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **dict.fromkeys(TEXT_PARTS))
         self.transformer = pipeline.transformer
+        self._base_digest = _digest(self.transformer)
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
+        if self.compile_blocks:
+            _compile(self.transformer.transformer_blocks)
 
         def load_encoders() -> Any:
             with reading("The policy found no text encoders", path):
@@ -156,6 +165,12 @@ class Policy(nn.Module):
         pipeline.scheduler.set_timesteps(self.num_steps)
         self.sigmas = pipeline.scheduler.sigmas.flip(0).double().cpu()
         self._helpers = {"vae": pipeline.vae.eval().requires_grad_(False), "encoder": encoder}
+
+    def shard(self, mesh: Any) -> None:
+        """Share the loaded transformer out over a device mesh (FSDP2). Does nothing without one, and the second time."""
+        if mesh is not None and not self.sharded:
+            shard(self.transformer, mesh)
+            self.sharded = True
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +195,11 @@ class Policy(nn.Module):
         """θ_target ← keep·θ_target + (1 − keep)·θ_source."""
         self.adapters.blend(target, source, keep)
 
+    def gradient_norm(self) -> Tensor:
+        """Norm of the trained adapter's gradient."""
+        gradients = [p.grad for p in self.adapter_parameters("default") if p.grad is not None]
+        return whole(nn.utils.get_total_norm(gradients)).to(self.device)
+
     def forward(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity v [B, C, H, W] (float32) at x_σ [B, C, H, W], σ [B]."""
         velocity: Tensor = self.transformer(
@@ -202,7 +222,8 @@ class Policy(nn.Module):
 
     def encode_prompts(self, texts: Sequence[str]) -> Condition:
         """Encoded prompts, on the transformer's device."""
-        condition: Condition = self._helpers["encoder"].encode(texts, self.device)
+        with self._no_autocast():
+            condition: Condition = self._helpers["encoder"].encode(texts, self.device)
         return condition
 
     def encode_ahead(self, texts: Sequence[str], advance: Callable[[int], Any]) -> None:
@@ -221,11 +242,16 @@ class Policy(nn.Module):
             settings | encoder_fingerprints(pipeline, self.use_t5 and _has_t5(str(pipeline))),
         )
 
+    def _no_autocast(self) -> AbstractContextManager[None]:
+        """Frozen helpers compute alike wherever they are called, inside autocast or not."""
+        return torch.autocast(self.device.type, enabled=False)
+
     @contextmanager
     def _vae(self) -> Iterator[Any]:
         vae = self._helpers["vae"].to(self.device)
         try:
-            yield vae
+            with self._no_autocast():
+                yield vae
         finally:
             if self.offload_frozen:
                 vae.to("cpu")
@@ -245,9 +271,24 @@ class Policy(nn.Module):
             z = vae.encode((images * 2 - 1).to(self.device, self.dtype)).latent_dist.mode()
         return (z.float() - vae.config.shift_factor) * vae.config.scaling_factor
 
-    def save_lora(self, folder: Path, adapter: Adapter = "ema") -> None:
-        """See `Adapters.save`."""
-        self.adapters.save(folder, adapter)
+    def save_lora(self, folder: Path, adapter: Adapter = "ema", write: bool = True) -> None:
+        """See `Adapters.save`. A collective call where the transformer is sharded: one process has `write` true."""
+        self.adapters.save(folder, adapter, write)
+
+    @property
+    def base_fingerprint(self) -> str:
+        """Tells bases apart: a hash of a few numbers of each weight."""
+        return self._base_digest.hexdigest()
+
+    def fingerprint(self) -> str:
+        """Tells policies apart: a hash of the trained adapter and of a few numbers of each weight of the base, as loaded.
+
+        A collective call where the transformer is sharded; the same however it runs.
+        """
+        digest = self._base_digest.copy()
+        for weight in self.adapter_parameters("default"):
+            digest.update(whole(weight).float().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def _side_unit(folder: Path) -> int:
@@ -263,3 +304,25 @@ def _has_t5(path: str) -> bool:
     """Whether a pipeline comes with T5; a hub id is taken to be complete, as SD3.5 is."""
     index = Path(path) / "model_index.json"
     return not index.is_file() or json.loads(index.read_text()).get("text_encoder_3", [None])[0] is not None
+
+
+def _keep_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix) and ".lora_" not in name]:
+        del state[name]
+
+
+def _digest(transformer: nn.Module) -> Any:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in transformer.named_parameters():
+        digest.update(name.encode() + weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
+    return digest
+
+
+def _compile(blocks: Sequence[nn.Module]) -> None:
+    """Compile blocks in place. Each kind of block is compiled anew for each adapter and mode that it meets."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 64)
+    config.fail_on_recompile_limit_hit = True  # else it would go on uncompiled
+    for block in blocks:
+        block.compile()

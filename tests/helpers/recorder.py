@@ -1,0 +1,36 @@
+"""Writes down what each process of a run trained on."""
+
+from pathlib import Path
+
+import lightning as L
+import torch
+
+
+class Recorder(L.Callback):
+    """Keeps training items, each rollout's gathered scores and evaluated pictures, in `<folder>/rank-<r>.pt`."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.items, self.scores, self.pictures = Path(folder), [], [], []
+
+    def setup(self, trainer, pl_module, stage):
+        gather = pl_module.gather_scores
+
+        def recording(*args):
+            rewards, groups = gather(*args)
+            self.scores.append(rewards[groups.argsort(stable=True)])
+            return rewards, groups
+
+        pl_module.gather_scores = recording
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        rows = zip(batch.texts, batch.noise, batch.latents, batch.optimality, strict=True)
+        self.items += [(trainer.current_epoch, batch.level, *row) for row in rows]
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, *args, **kwargs):
+        done = 0 if trainer.sanity_checking else trainer.current_epoch + 1
+        rows = zip(outputs["index"], outputs["real"], outputs["images"], strict=True)
+        self.pictures += [((done, index), picture) for index, real, picture in rows if real]
+
+    def on_fit_end(self, trainer, pl_module):
+        self.folder.mkdir(exist_ok=True)
+        torch.save((self.items, self.scores, self.pictures), self.folder / f"rank-{trainer.global_rank}.pt")
