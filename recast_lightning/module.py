@@ -293,10 +293,8 @@ class RecastModule(SamplingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` kept; refuse adapters that fit nowhere."""
-        taken = "state_dict" not in checkpoint  # ModelParallelStrategy has loaded what fits
-        self.check_adapters(
-            (torch.load(self.trainer.ckpt_path, weights_only=True) if taken else checkpoint)["state_dict"]
-        )
+        whole = checkpoint if "state_dict" in checkpoint else torch.load(str(self.trainer.ckpt_path), weights_only=True)
+        self.check_adapters(whole["state_dict"])  # ModelParallelStrategy has taken them out
         state = checkpoint["recast"]
         self.synced_rollout, self.credit_stage = state["synced_rollout"], state["credit_stage"]
         self.credit = CreditMatrix(**state["credit"]) if "credit" in state else None
