@@ -2,21 +2,21 @@
 
 Modules are built on the meta device and run on fake tensors: meta tensors that call themselves CPU tensors, so that autocast
 and autograd treat them as real. Two things are put right by hand, because there is no CUDA here: CUDA's autocast runs layer
-norms in float32 and the CPU's does not (`CudaNorms`), and the FLOPs of the CPU's flash attention, which saves for backward
+norms in float32 and the CPU's does not (`cuda_norms`), and the FLOPs of the CPU's flash attention, which saves for backward
 what CUDA's saves, are counted by CUDA's formula.
 """
 
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -197,13 +197,16 @@ class Live(TorchDispatchMode):
         return result
 
 
-class CudaNorms(TorchFunctionMode):
+@contextmanager
+def cuda_norms() -> Iterator[None]:
     """Layer norms in float32, as under CUDA's autocast."""
+    plain = functional.layer_norm
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is functional.layer_norm:
-            args = [a.float() if isinstance(a, Tensor) else a for a in args]
-        return func(*args, **(kwargs or {}))
+    def in_float32(*args: object) -> Tensor:
+        return plain(*(a.float() if isinstance(a, Tensor) else a for a in args))
+
+    with mock.patch.object(functional, "layer_norm", in_float32):
+        yield
 
 
 def fake(module: nn.Module) -> nn.Module:
@@ -217,7 +220,7 @@ def peak(module: nn.Module, run: Callable[[], object], autocast: bool = False) -
     with FAKE, ExitStack() as stack:
         if autocast:
             stack.enter_context(torch.autocast("cpu", BF16, cache_enabled=False))
-            stack.enter_context(CudaNorms())
+            stack.enter_context(cuda_norms())
         live = stack.enter_context(Live(module))
         run()
     return live.peak - live.before
