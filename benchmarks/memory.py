@@ -4,7 +4,7 @@
 
 Weights are counted on the meta device. The peaks are those of the project's own training step, of a sampling step, of
 decoding and of scoring on 512 x 512 pictures (`shapes.py`), as an allocator without any loss would see them. The tables are
-those of docs/scale.md; they take two minutes.
+those of docs/scale.md; they take three minutes of a core.
 """
 
 import argparse
