@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
 from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
-from recast_lightning.cli import EPILOG, _checked, fail
+from recast_lightning.cli import _checked, fail
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
 from recast_lightning.module import RecastModule
@@ -87,7 +87,6 @@ class RecastCLI(LightningCLI):
             trainer_class=RecastTrainer,
             trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
             auto_configure_optimizers=False,
-            parser_kwargs={"epilog": EPILOG},
             args=args,
         )
 
