@@ -52,14 +52,8 @@ def report(run: Path) -> None:
 
 def fail(message: str) -> NoReturn:
     """Leave with one sentence and exit code 2."""
-    print(f"recast: error: {_first_cause(message)}", file=sys.stderr)
+    print(f"recast: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
-
-
-def _first_cause(message: str) -> str:
-    """The sentence that matters, of a message that lists why each of several types does not fit."""
-    causes = [line[4:] for line in message.splitlines() if line.startswith("  - ")]
-    return causes[0] if message.startswith("Does not validate against any of the Union") and causes else message
 
 
 def _checked(action: Callable[[], Any]) -> Any:
@@ -85,8 +79,10 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(
             f"{'there is no command' if command is None else f'unknown command {command!r}'}: expected one of {known}."
         )
+    from recast_lightning.config_files import check_config_files
     from recast_lightning.startup import quick_imports
 
+    _checked(lambda: check_config_files(arguments))
     os.environ.setdefault("WANDB_SILENT", "true")
     with quick_imports():
         from recast_lightning.lightning_cli import RecastCLI

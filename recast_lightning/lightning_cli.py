@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
@@ -21,16 +22,24 @@ from recast_lightning.module import RecastModule
 from recast_lightning.profile_command import RecastTrainer
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
+from recast_lightning.resume_checks import check_checkpoint
+from recast_lightning.sentences import explained
+from recast_lightning.trainer_checks import check_run, check_trainer
 
 _C = TypeVar("_C")
+SECTIONS: dict[str, Any] = {
+    "model": RecastModule, "data": PromptDataModule, "trainer": L.Trainer, "ckpt_path": None, "seed_everything": None,
+}  # fmt: skip
 
 
 class RecastParser(LightningArgumentParser):
     """A parser whose errors are the sentence, without the page of usage before it."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Leave with the sentence and exit code 2."""
-        fail(" ".join(message.split()))
+        """Leave with the sentence and exit code 2; parsers of a part raise, so that the whole can say where."""
+        if not self.exit_on_error:
+            return super().error(message, ex)
+        return fail(explained(message, SECTIONS))
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -107,18 +116,29 @@ class RecastCLI(LightningCLI):
             fail(
                 f"trainer.max_epochs is {config.trainer.max_epochs}, but the stages have only {total} rollouts together."
             )
+        elif config.trainer.max_epochs < 1:
+            fail(
+                f"trainer.max_epochs must be 1 to {total}, the rollouts of the stages, got {config.trainer.max_epochs}."
+            )
+        _checked(lambda: check_trainer(config.trainer))
 
     def instantiate_classes(self) -> None:
         """Build everything (nothing is loaded yet), then check it."""
-        _checked(super().instantiate_classes)
+        try:
+            _checked(super().instantiate_classes)
+        except (MisconfigurationException, ModuleNotFoundError) as error:
+            fail(str(error))
 
         def check() -> None:
             checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
             if checkpoint is not None and not Path(checkpoint).is_file():
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
+            if checkpoint is not None:
+                check_checkpoint(checkpoint, self.model.policy)
             if self.subcommand == "doctor":
                 return  # finds all faults, not the first
             self.model.validate_config(self.datamodule, self.trainer.world_size)
+            check_run(self.trainer, self.model.items_of(self.datamodule, self.trainer.world_size))
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:
                 profiler.validate_config(self.model, self.datamodule)

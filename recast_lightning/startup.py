@@ -26,7 +26,7 @@ def quick_imports() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     imports.RequirementCache.__bool__ = used_and_met  # type: ignore[method-assign]
-    imports.package_available = lambda name: name not in UNUSED and package_available(name)
+    imports.package_available = lambda name: name not in UNUSED and package_available(name)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -17,6 +17,15 @@ from torch import Tensor, nn
 from recast_lightning.flow import sample_ode
 from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters
 from recast_lightning.policy.embeddings import Condition, PromptEncoder
+from recast_lightning.policy.files import check_lora_targets, check_picture_size
+from recast_lightning.ranges import check_ranges
+
+RANGES = {
+    "lora_rank": "[1, inf)",
+    "lora_alpha": "(0, inf)",
+    "max_sequence_length": "[0, inf)",
+    "embedding_cache": "[0, inf)",
+}
 
 
 class Policy(nn.Module):
@@ -64,8 +73,8 @@ class Policy(nn.Module):
             raise ValueError(
                 f"num_steps must be at least 2, got {num_steps}: credit in time needs more than one level."
             )
-        if lora_rank < 1:
-            raise ValueError(f"lora_rank must be at least 1, got {lora_rank}.")
+        if not lora_targets:
+            raise ValueError("lora_targets is empty: name at least one module, as the default does.")
         self.path, self.height, self.width = path, height, width
         self.num_steps, self.solver = num_steps, solver
         self.lora_rank, self.lora_alpha, self.lora_targets = lora_rank, lora_alpha, tuple(lora_targets)
@@ -73,12 +82,14 @@ class Policy(nn.Module):
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.gradient_checkpointing, self.embedding_cache = gradient_checkpointing, embedding_cache
         self._helpers: dict[str, Any] = {}
+        check_ranges(vars(self), RANGES)
 
     def validate(self) -> None:
         """Check the path without loading anything.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline, or its T5 would get no tokens.
+            ValueError: if a local path is missing or is not an SD3 pipeline, does not fit picture size and adapters, or its
+                T5 would get no tokens.
         """
         from recast_lightning.paths import resolve
 
@@ -87,6 +98,8 @@ class Policy(nn.Module):
             raise ValueError(
                 f"Policy path {self.path!r} has no model_index.json: it must be a saved diffusers pipeline."
             )
+        check_picture_size(folder, self.height, self.width)
+        check_lora_targets(folder, self.lora_targets)
         if self.use_t5 and self.max_sequence_length < 1 and _has_t5(str(folder)):
             raise ValueError(
                 f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
