@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
     """Check the files that `-c` and `--config` name; raises as `check_config_file`."""
-    named = [value for option, value in zip(arguments, arguments[1:], strict=False) if option in ("-c", "--config")]
+    named = [value for option, value in pairwise(arguments) if option in ("-c", "--config")]
     for path in named + [a.partition("=")[2] for a in arguments if a.startswith("--config=")]:
         check_config_file(path)
 

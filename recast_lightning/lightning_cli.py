@@ -125,9 +125,9 @@ class RecastCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Build everything (nothing is loaded yet), then check it."""
         try:
-            _checked(super().instantiate_classes)
-        except (MisconfigurationException, ModuleNotFoundError) as error:
-            fail(str(error))
+            super().instantiate_classes()
+        except (ValueError, FileNotFoundError, MisconfigurationException, ModuleNotFoundError) as error:
+            fail(explained(str(error), SECTIONS))
 
         def check() -> None:
             checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None

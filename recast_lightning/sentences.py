@@ -44,12 +44,15 @@ def _explained(lines: list[str], where: list[str], owner: Any, sections: dict[st
         return f"{place}: there is no {missing[2]!r} in {missing[1]}{suggestion(missing[2], _names(missing[1]))}"
     if name := re.fullmatch(r"Expected a dot import path string: (.+)", head):
         known = [known for module in PLACES for known in _names(module)]
-        return f"{place}: there is no class {name[1]!r}{suggestion(name[1], known, show=False)} A class is named by its dotted path."
+        close = suggestion(name[1], known, show=False)
+        return f"{place}: there is no class {name[1]!r}{close} A class is named by its dotted path."
     if wrong := re.fullmatch(r"Expected an? (.+?)\.? Got value: (.*)", head):
         return f"{place}: expected {_type(wrong[1])}, got {_value(wrong[2])}."
     if required := re.fullmatch(r"the following arguments are required: (.+)", head):
         return f"{place} needs {required[1]}, which is missing."
-    text = " ".join(line.strip() for line in lines)
+    if abstract := re.fullmatch(r"Expected an instantiatable class, but (.+) is abstract", head):
+        return f"{place}: there is no class_path, and {abstract[1]} alone is abstract: name the class."
+    text = " ".join([head, *(line.strip() for line in rest)])
     return f"{place}: {text.rstrip('.')}." if place else text
 
 
@@ -79,7 +82,7 @@ def _unknown_option(option: str, place: str, owner: Any, sections: dict[str, Any
     if owner is None:
         owner = sections.get(section)
         known: Collection[str] = _parameters(owner) if owner else list(sections)
-        name = name if owner else option
+        name = name if owner else option.partition(".")[0]
         place = section if owner else ""
     else:
         name, known = option, _parameters(owner)
@@ -124,4 +127,6 @@ def _type(name: str) -> str:
 
 
 def _value(text: str) -> str:
+    if text[:1] in ("[", "{") and len(text) > 60:  # may hold what is nobody's business
+        return "a list" if text[0] == "[" else "a mapping"
     return text if re.match(r"[\[{]|-?[\d.]", text) or text in ("None", "True", "False") else repr(text)

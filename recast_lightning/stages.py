@@ -41,8 +41,7 @@ def check_stages(stages: Sequence[Stage], rewards: Collection[str]) -> None:
             raise ValueError(f"{where} comes twice: stage names must be unique.")
         if not re.fullmatch(r"\w[\w.-]*", stage.name):
             raise ValueError(
-                f"{where}: a stage's name is a folder's, too, so it is made of letters, digits, '_', '-' and '.', and begins with "
-                "one of the first three."
+                f"{where}: a stage's name is made of letters, digits, '_', '-' and '.', and begins with neither '-' nor '.'."
             )
         if stage.rollouts < 1:
             raise ValueError(f"{where}: rollouts must be at least 1, got {stage.rollouts}.")

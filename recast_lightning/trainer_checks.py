@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import StrategyRegistry
@@ -35,6 +36,11 @@ def check_trainer(options: Any) -> None:
     check_ranges({f"trainer.{k}": v for k, v in given.items()}, {f"trainer.{k}": _RANGES[k] for k in given})
     if options.max_steps == 0 or options.max_steps < -1:
         raise ValueError(f"trainer.max_steps must be at least 1, or -1 for no limit, got {options.max_steps}.")
+    accelerators = ("auto", "gpu", *AcceleratorRegistry.available_accelerators())
+    if isinstance(options.accelerator, str) and options.accelerator not in accelerators:
+        raise ValueError(
+            f"trainer.accelerator is {options.accelerator!r}, which is unknown{suggestion(options.accelerator, accelerators)}"
+        )
     there = {"gpu": torch.cuda.is_available() or torch.backends.mps.is_available(), "cuda": torch.cuda.is_available()}
     if not there.get(str(options.accelerator), True):
         raise ValueError(f"trainer.accelerator is {options.accelerator!r}, but torch sees no GPU here: take cpu.")

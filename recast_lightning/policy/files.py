@@ -44,7 +44,7 @@ def check_lora_targets(folder: Path, targets: Sequence[str]) -> None:
     Raises:
         ValueError: naming the first one.
     """
-    modules = {name.removesuffix(".weight") for name in weight_shapes(folder)}
+    modules = {name.removesuffix(".weight") for name in weight_shapes(folder) if name.endswith(".weight")}
     for target in targets:
         if modules and not any(f".{module}".endswith(f".{target}") for module in modules):
             attention = sorted({module.partition(".attn.")[2] for module in modules} - {""})
