@@ -123,7 +123,7 @@ class Policy(nn.Module):
         logging.disable_progress_bar()
         path = resolve(self.path, "policy")
         absent = {} if self.use_t5 and _has_t5(path) else {"text_encoder_3": None, "tokenizer_3": None}
-        pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **absent)
+        pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, use_safetensors=True, **absent)
         self.transformer = pipeline.transformer
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:

@@ -242,7 +242,7 @@ def read_clip(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
 
     try:
         model, info = CLIPModel.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )
     except OSError as error:
         raise ValueError(f'{user} found no CLIP model in "{path}", neither here nor on the hub.') from error

@@ -110,7 +110,7 @@ def _load_transformers(path: str) -> "Mask2FormerForUniversalSegmentation":
 
     try:
         model, info = Mask2FormerForUniversalSegmentation.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )
     except OSError as error:
         raise ValueError(f'There is no Mask2Former in "{path}", neither here nor on the hub.') from error
