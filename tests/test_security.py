@@ -88,7 +88,7 @@ def files_with(secret: str, folder: Path) -> list[str]:
     return [str(file) for file in folder.rglob("*") if file.is_file() and secret.encode() in file.read_bytes()]
 
 
-def test_a_server_s_key_is_in_nothing_that_a_run_leaves(tmp_path, monkeypatch, capfd):
+def test_a_server_s_key_is_in_nothing_that_a_run_leaves(tmp_path, monkeypatch, capfd, caplog):
     def refuse(request):
         return Answer({"error": {"message": f"the key {SECRET} is not good enough"}}, status=403)
 
@@ -124,7 +124,8 @@ def test_a_server_s_key_is_in_nothing_that_a_run_leaves(tmp_path, monkeypatch, c
     assert files_with("JUDGE_KEY", tmp_path / "runs/run")
     assert files_with(SECRET, tmp_path) == []
     said = capfd.readouterr()
-    assert SECRET not in said.out + said.err
+    assert "the key *** is not good enough" in caplog.text
+    assert SECRET not in said.out + said.err + caplog.text
 
 
 @pytest.mark.parametrize(
