@@ -66,7 +66,7 @@ class Study:
             with torch.no_grad():
                 torch.save(work.run(lambda calls: None, keep=keep), file)
             keep.delete()
-        return work.by_level(torch.load(file)), plan
+        return work.by_level(torch.load(file, weights_only=True)), plan
 
     def naive(self, prompts: range):
         """Rollouts on the sampler's own grid with noise of its own for each level: scores by level, calls a proposal."""

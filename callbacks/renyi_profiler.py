@@ -15,6 +15,7 @@ from recast_lightning.data import PromptDataModule
 from recast_lightning.module import RecastModule
 from recast_lightning.profiling import measure_profile
 from recast_lightning.proposals import Proposals
+from recast_lightning.ranges import check_ranges
 from recast_lightning.stages import Stage
 from recast_lightning.trainer import run_folder
 
@@ -78,6 +79,7 @@ class RenyiProfilerCallback(L.Callback):
         self.shrinkage, self.temperature, self.profile = shrinkage, temperature, profile
         self.refresh, self.drift, self.drift_prompts = refresh, drift, drift_prompts
         self.measure_after = measure_after
+        check_ranges(vars(self), {"temperature": "(0, inf)", "batch_size": "[1, inf)"})
         self.measured_at = -1  # the rollout before which W was last built
         self.drift_total: float | None = None  # ΣD of the check at that time
 
@@ -101,6 +103,10 @@ class RenyiProfilerCallback(L.Callback):
             check_order(
                 self.order, make_plan(levels, rollouts=self.rollouts, steps=self.steps, levels=self.levels).rollouts
             )
+            if self.num_prompts > len(data.prompts["train"]):
+                raise ValueError(
+                    f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
+                )
             if measured:
                 self.proposals.validate(data.prompts["train"][: self.num_prompts])
             for name in dict.fromkeys(name for stage in measured for name in stage.budgets):

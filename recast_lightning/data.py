@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recast_lightning.prompts import Prompt, read_prompts
+from recast_lightning.ranges import check_ranges
 from recast_lightning.rollout import RolloutStream
 from recast_lightning.seeds import generator
 
@@ -63,8 +64,7 @@ class PromptDataModule(L.LightningDataModule):
             raise ValueError(
                 f"group_size must be at least 2, got {group_size}: advantages compare images of one prompt."
             )
-        if prompts_per_rollout < 1 or evaluation_batch_size < 1:
-            raise ValueError("prompts_per_rollout and evaluation_batch_size must be at least 1.")
+        check_ranges(locals(), {"prompts_per_rollout": "[1, inf)", "evaluation_batch_size": "[1, inf)"})
         self.sources = {"train": train, "validation": validation, "predict": predict or validation}
         self.prompts_per_rollout, self.group_size = prompts_per_rollout, group_size
         self.evaluation_batch_size = evaluation_batch_size

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from recast_lightning import callbacks, history, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
 from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
-from recast_lightning.cli import EPILOG, _checked, fail
+from recast_lightning.cli import _checked, fail
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import Interrupted, UserError
 from recast_lightning.interruption import requeue
@@ -26,18 +27,26 @@ from recast_lightning.module import RecastModule
 from recast_lightning.profile_command import RecastTrainer
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
+from recast_lightning.resume_checks import check_checkpoint
+from recast_lightning.sentences import explained
 from recast_lightning.strategies import check_strategy, check_strategy_name
+from recast_lightning.trainer_checks import check_run, check_trainer
 
 _C = TypeVar("_C")
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+SECTIONS: dict[str, Any] = {
+    "model": RecastModule, "data": PromptDataModule, "trainer": L.Trainer, "ckpt_path": None, "seed_everything": None,
+}  # fmt: skip
 
 
 class RecastParser(LightningArgumentParser):
     """A parser whose errors are the sentence, without the page of usage before it."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Leave with the sentence and exit code 2."""
-        fail(" ".join(message.split()))
+        """Leave with the sentence and exit code 2; parsers of a part raise, so that the whole can say where."""
+        if not self.exit_on_error:
+            return super().error(message, ex)
+        return fail(explained(message, SECTIONS))
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -115,7 +124,6 @@ class RecastCLI(LightningCLI):
             trainer_class=RecastTrainer,
             trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
             auto_configure_optimizers=False,
-            parser_kwargs={"epilog": EPILOG},
             args=args,
         )
 
@@ -140,6 +148,11 @@ class RecastCLI(LightningCLI):
             fail(
                 f"trainer.max_epochs is {config.trainer.max_epochs}, but the stages have only {total} rollouts together."
             )
+        elif config.trainer.max_epochs < 1:
+            fail(
+                f"trainer.max_epochs must be 1 to {total}, the rollouts of the stages, got {config.trainer.max_epochs}."
+            )
+        _checked(lambda: check_trainer(config.trainer))
 
     def _find_last(self, config: Any) -> None:
         """Take the newest `last.ckpt` of this configuration's runs, and let `fit` go on in its folder; else start afresh."""
@@ -165,16 +178,22 @@ class RecastCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build everything (nothing is loaded yet), then check it."""
-        _checked(super().instantiate_classes)
+        try:
+            super().instantiate_classes()
+        except (ValueError, FileNotFoundError, MisconfigurationException, ModuleNotFoundError) as error:
+            fail(explained(str(error), SECTIONS))
 
         def check() -> None:
             checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
             if checkpoint is not None and not Path(checkpoint).is_file():
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
+            if checkpoint is not None:
+                check_checkpoint(checkpoint, self.model.policy)
             if self.subcommand == "doctor":
                 return  # finds all faults, not the first
             check_strategy(self.trainer)
             self.model.validate_config(self.datamodule, self.trainer.world_size)
+            check_run(self.trainer, self.model.items_of(self.datamodule, self.trainer.world_size))
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:
                 profiler.validate_config(self.model, self.datamodule)

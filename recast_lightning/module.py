@@ -16,6 +16,7 @@ from recast_lightning.data import PromptDataModule
 from recast_lightning.flow import noise_to
 from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
 from recast_lightning.policy import Policy
+from recast_lightning.ranges import TRAINING, check_ranges
 from recast_lightning.resume import apply_hyperparameters, dump, restore
 from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout import (
@@ -97,10 +98,7 @@ class RecastModule(SamplingModule):
         check_stages(stages, rewards)
         self.stages = stages
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
-        if not 0 < timestep_fraction <= 1:
-            raise ValueError(f"timestep_fraction must be in (0, 1], got {timestep_fraction}.")
-        if not 0 <= failure_share <= 1:
-            raise ValueError(f"failure_share must be in [0, 1], got {failure_share}.")
+        check_ranges(locals(), TRAINING)
         if aggregation not in ("sum", "per_reward"):
             raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {aggregation!r}.")
         self.timestep_fraction = timestep_fraction
@@ -193,7 +191,11 @@ class RecastModule(SamplingModule):
     @property
     def items_per_rollout(self) -> int:
         """Training steps in an epoch of this process: micro-batches × levels."""
-        samples = self.data.prompts_per_rollout // self.trainer.world_size * self.data.group_size
+        return self.items_of(self.data, self.trainer.world_size)
+
+    def items_of(self, data: PromptDataModule, world_size: int) -> int:
+        """See `items_per_rollout`."""
+        samples = data.prompts_per_rollout // world_size * data.group_size
         return samples // self.micro_batch_size * self.levels_per_batch
 
     @torch.no_grad()

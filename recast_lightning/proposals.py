@@ -72,21 +72,40 @@ class FolderProposals(Proposals):
         self._files(prompts)
 
     def _files(self, prompts: Sequence[Prompt]) -> list[Path]:
+        folder = f"Proposals folder {str(self.path)!r}"
         if not (self.path / "metadata.jsonl").is_file():
             raise ValueError(
-                f"Proposals folder {str(self.path)!r} has no metadata.jsonl: it must list each picture as "
+                f"{folder} has no metadata.jsonl: it must list each picture as "
                 '{"file_name": "0.png", "prompt": "..."}.'
             )
-
-        rows = [json.loads(line) for line in (self.path / "metadata.jsonl").read_text().splitlines() if line.strip()]
-        files = {row["prompt"]: row["file_name"] for row in rows}
+        files = self._listed()
         missing = [p.text for p in prompts if p.text not in files]
         if missing:
             raise ValueError(
-                f"Proposals folder {str(self.path)!r} has no picture for {len(missing)} of {len(prompts)} prompts, "
-                f"first {missing[0]!r}."
+                f"{folder} has no picture for {len(missing)} of {len(prompts)} prompts, first {missing[0]!r}."
             )
-        return [self.path / files[p.text] for p in prompts]
+        chosen = {files[p.text]: self.path / files[p.text] for p in prompts}
+        for name, file in chosen.items():
+            if not file.resolve().is_relative_to(self.path.resolve()):
+                raise ValueError(f"{folder} lists {name!r}, which is outside of it: list its own pictures alone.")
+            if not file.is_file():
+                raise ValueError(f"{folder} lists {name!r}, which is not there.")
+        return [chosen[files[p.text]] for p in prompts]
+
+    def _listed(self) -> dict[str, str]:
+        """Prompt → file name."""
+        files: dict[str, str] = {}
+        for number, line in enumerate((self.path / "metadata.jsonl").read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line) if line.strip() else None
+                if row is not None:
+                    files[str(row["prompt"])] = str(row["file_name"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{self.path / 'metadata.jsonl'}, line {number}: expected "
+                    '{"file_name": "0.png", "prompt": "..."}.'
+                ) from error
+        return files
 
     def images(self, prompts: Sequence[Prompt], height: int, width: int) -> Tensor:
         """See `Proposals.images`."""

@@ -89,7 +89,7 @@ def check_sizes(prompts_per_rollout: int, group_size: int, micro_batch_size: int
         below, above = _nearest_multiples(prompts_per_rollout, world_size)
         raise ValueError(
             f"prompts_per_rollout {prompts_per_rollout} does not split into whole groups on {world_size} processes: "
-            f"take {below or above} or {above}."
+            f"take {f'{below} or ' if below else ''}{above}."
         )
     samples = prompts_per_rollout // world_size * group_size
     if samples % micro_batch_size:

@@ -37,15 +37,18 @@ def check_stages(stages: Sequence[Stage], rewards: Collection[str]) -> None:
     names = [stage.name for stage in stages]
     for stage in stages:
         where = f"Stage {stage.name!r}"
-        if not re.fullmatch(r"[\w.-]+", stage.name) or names.count(stage.name) > 1:
-            raise ValueError(f"{where}: stage names must be unique and made of letters, digits, '_', '-' and '.'.")
+        if names.count(stage.name) > 1:
+            raise ValueError(f"{where} comes twice: stage names must be unique.")
+        if not re.fullmatch(r"\w[\w.-]*", stage.name):
+            raise ValueError(
+                f"{where}: a stage's name is made of letters, digits, '_', '-' and '.', and begins with neither '-' nor '.'."
+            )
         if stage.rollouts < 1:
             raise ValueError(f"{where}: rollouts must be at least 1, got {stage.rollouts}.")
         for name, budget in stage.budgets.items():
             if name not in rewards:
-                raise ValueError(
-                    f"{where}: budget for {name!r}, but there is no such reward; configured are {', '.join(rewards)}."
-                )
+                known = ", ".join(rewards) or "none"
+                raise ValueError(f"{where}: budget for {name!r}, but there is no such reward; configured are {known}.")
             if not 0 <= budget < math.inf:
                 raise ValueError(f"{where}: the budget of {name!r} must be a number ≥ 0, got {budget}.")
         if not any(stage.budgets.values()):

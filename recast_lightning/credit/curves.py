@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy.interpolate import PchipInterpolator
 from torch import Tensor
 
 _CHUNK = 4_000_000  # numbers in one block of bootstrap weights
@@ -107,7 +107,7 @@ def interpolate(values: Tensor, levels: Sequence[int], num_levels: int) -> Tenso
     """Curves on all levels 0 ... T from those measured at 0 and ``levels``, by monotone cubics (PCHIP), [..., T + 1]."""
     if len(levels) == num_levels:
         return values
-    cubic = PchipInterpolator([0, *levels], values.numpy(), axis=-1)
+    cubic = scipy.interpolate.PchipInterpolator([0, *levels], values.numpy(), axis=-1)
     return torch.from_numpy(cubic(np.arange(num_levels + 1)))
 
 

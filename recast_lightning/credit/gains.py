@@ -3,9 +3,8 @@
 Shape legend: R rewards, T noise levels, N proposals; column t - 1 of a gain matrix is the step from level t to t - 1.
 """
 
+import scipy  # which loads its parts when they are used
 import torch
-from scipy.optimize import isotonic_regression
-from scipy.special import chdtri
 from torch import Tensor
 
 _LEVEL = 0.05  # of the test for a flat row: how often noise around a flat row passes for shape
@@ -59,7 +58,9 @@ def monotone_divergence(divergence: Tensor, stderr: Tensor | None = None) -> Ten
     usable = (errors.isfinite() & (errors > 0)).all(1, keepdim=True)
     weights = torch.where(usable, errors.amin(1, keepdim=True) / errors, 1.0).square()
     rows = [
-        torch.from_numpy(isotonic_regression(curve.numpy(), weights=weight.numpy(), increasing=False).x.copy())
+        torch.from_numpy(
+            scipy.optimize.isotonic_regression(curve.numpy(), weights=weight.numpy(), increasing=False).x.copy()
+        )
         for curve, weight in zip(curves, weights, strict=True)
     ]
     return torch.stack(rows)
@@ -123,7 +124,7 @@ def flat_rows(gains: Tensor, noise: Tensor) -> Tensor:
     signal, expected = _energy(contrasts, covariance, prior)
     smoothed = prior @ covariance
     freedom = expected.square() / (smoothed @ smoothed).diagonal(dim1=1, dim2=2).sum(1)
-    critical = torch.from_numpy(chdtri(freedom.numpy(), _LEVEL)) / freedom
+    critical = torch.from_numpy(scipy.special.chdtri(freedom.numpy(), _LEVEL)) / freedom
     return ~(signal > torch.where(expected > 0, expected * critical, 0.0))
 
 

@@ -6,7 +6,6 @@ Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -24,7 +23,16 @@ from recast_lightning.policy.embeddings import (
     PromptEncoder,
     encoder_fingerprints,
 )
+from recast_lightning.policy.files import check_lora_targets, check_picture_size, has_t5
 from recast_lightning.policy.sharding import shard, whole
+from recast_lightning.ranges import check_ranges
+
+RANGES = {
+    "lora_rank": "[1, inf)",
+    "lora_alpha": "(0, inf)",
+    "max_sequence_length": "[0, inf)",
+    "embedding_cache": "[0, inf)",
+}
 
 
 class Policy(nn.Module):
@@ -76,8 +84,8 @@ class Policy(nn.Module):
             raise ValueError(
                 f"num_steps must be at least 2, got {num_steps}: credit in time needs more than one level."
             )
-        if lora_rank < 1:
-            raise ValueError(f"lora_rank must be at least 1, got {lora_rank}.")
+        if not lora_targets:
+            raise ValueError("lora_targets is empty: name at least one module, as the default does.")
         self.path, self.height, self.width = path, height, width
         self.num_steps, self.solver = num_steps, solver
         self.lora_rank, self.lora_alpha, self.lora_targets = lora_rank, lora_alpha, tuple(lora_targets)
@@ -88,12 +96,13 @@ class Policy(nn.Module):
         self.compile_blocks, self.sharded = compile_blocks, False
         self._helpers: dict[str, Any] = {}
         self.register_state_dict_post_hook(_keep_adapters)
+        check_ranges(vars(self), RANGES)
 
     def validate(self) -> None:
         """Check the path without loading anything.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline, it cannot draw pictures of the size, its T5
+            ValueError: if a local path is missing or is not an SD3 pipeline, does not fit picture size and adapters, its T5
                 would get no tokens, or `embedding_folder` holds what other encoders made.
         """
         from recast_lightning.paths import resolve
@@ -103,15 +112,9 @@ class Policy(nn.Module):
             raise ValueError(
                 f"Policy path {self.path!r} has no model_index.json: it must be a saved diffusers pipeline."
             )
-        unit = _side_unit(folder)
-        for name, side in (("height", self.height), ("width", self.width)):
-            if side < 1 or side % unit:
-                below = max(side // unit, 0) * unit
-                raise ValueError(
-                    f"{name} is {side}, but the sides of {self.path!r}'s pictures are multiples of {unit} pixels: "
-                    f"take {below or unit} or {below + unit if below else 2 * unit}."
-                )
-        if self.use_t5 and self.max_sequence_length < 1 and _has_t5(str(folder)):
+        check_picture_size(folder, self.height, self.width)
+        check_lora_targets(folder, self.lora_targets)
+        if self.use_t5 and self.max_sequence_length < 1 and has_t5(folder):
             raise ValueError(
                 f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
                 "give 128 to 256, or use_t5: false."
@@ -135,9 +138,11 @@ class Policy(nn.Module):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         path = resolve(self.path, "policy")
-        absent = {} if self.use_t5 and _has_t5(path) else {"text_encoder_3": None, "tokenizer_3": None}
+        absent = {} if self.use_t5 and has_t5(Path(path)) else {"text_encoder_3": None, "tokenizer_3": None}
         with reading("The policy found no SD3 pipeline", path):
-            pipeline = StableDiffusion3Pipeline.from_pretrained(path, dtype=self.dtype, **dict.fromkeys(TEXT_PARTS))
+            pipeline = StableDiffusion3Pipeline.from_pretrained(
+                path, dtype=self.dtype, use_safetensors=True, **dict.fromkeys(TEXT_PARTS)
+            )
         self.transformer = pipeline.transformer
         self._base_digest = _digest(self.transformer)
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
@@ -149,7 +154,7 @@ class Policy(nn.Module):
         def load_encoders() -> Any:
             with reading("The policy found no text encoders", path):
                 encoders = StableDiffusion3Pipeline.from_pretrained(
-                    path, dtype=self.dtype, transformer=None, vae=None, **absent
+                    path, dtype=self.dtype, use_safetensors=True, transformer=None, vae=None, **absent
                 )
             encoders.register_modules(transformer=self.transformer)  # zeros in T5's place take their width from it
             return encoders
@@ -239,7 +244,7 @@ class Policy(nn.Module):
         settings = {"max_sequence_length": str(self.max_sequence_length), "dtype": str(self.dtype).split(".")[1]}
         return EmbeddingFolder(
             Path(self.embedding_folder),
-            settings | encoder_fingerprints(pipeline, self.use_t5 and _has_t5(str(pipeline))),
+            settings | encoder_fingerprints(pipeline, self.use_t5 and has_t5(pipeline)),
         )
 
     def _no_autocast(self) -> AbstractContextManager[None]:
@@ -289,21 +294,6 @@ class Policy(nn.Module):
         for weight in self.adapter_parameters("default"):
             digest.update(whole(weight).float().numpy().tobytes())
         return digest.hexdigest()
-
-
-def _side_unit(folder: Path) -> int:
-    """Pixels that a picture's sides are a multiple of, one patch of latents; 16 for a hub id, as in all of SD3."""
-    files = [folder / part / "config.json" for part in ("vae", "transformer")]
-    if not all(file.is_file() for file in files):
-        return 16
-    vae, transformer = (json.loads(file.read_text()) for file in files)
-    return int(transformer["patch_size"] * 2 ** (len(vae["block_out_channels"]) - 1))
-
-
-def _has_t5(path: str) -> bool:
-    """Whether a pipeline comes with T5; a hub id is taken to be complete, as SD3.5 is."""
-    index = Path(path) / "model_index.json"
-    return not index.is_file() or json.loads(index.read_text()).get("text_encoder_3", [None])[0] is not None
 
 
 def _keep_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:

@@ -240,7 +240,7 @@ def read_clip(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
 
     with reading(f"{user} found no CLIP model", path):
         model, info = CLIPModel.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )
     check_fit(
         path,

@@ -7,10 +7,10 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from scipy import ndimage
 from torch import Tensor, nn
 
 from recast_lightning.signboard.world import COLORS, INK, SHAPES
@@ -140,9 +140,9 @@ class SignboardDetector(Detector):
     def _detect_one(self, image: Array) -> list[Detection]:
         color_map, plain = _color_map(image)
         pixel = max(1, round(min(image.shape[:2]) / 64))
-        regions, _ = ndimage.label(color_map >= 0)
+        regions, _ = scipy.ndimage.label(color_map >= 0)
         found = []
-        for number, window in enumerate(ndimage.find_objects(regions), 1):
+        for number, window in enumerate(scipy.ndimage.find_objects(regions), 1):
             region = regions[window] == number
             if region.sum() < self.min_area * regions.size:
                 continue
@@ -166,7 +166,7 @@ def _color_map(image: Array) -> tuple[NDArray[np.int64], Mask]:
     lengths = np.linalg.norm(palette, axis=1) + 1e-6
     directions = (palette / lengths[:, None]).T
     offsets = image - background
-    smooth = ndimage.uniform_filter(offsets, (3, 3, 1))  # the direction of a single pixel is noisy
+    smooth = scipy.ndimage.uniform_filter(offsets, (3, 3, 1))  # the direction of a single pixel is noisy
     along = smooth @ directions
     winner: NDArray[np.int64] = along.argmax(2)
     cosine = along.max(2) / (np.linalg.norm(smooth, axis=2) + 1e-6)
@@ -177,7 +177,9 @@ def _color_map(image: Array) -> tuple[NDArray[np.int64], Mask]:
 
 def _stands_alone(region: Mask, plain: Mask, pixel: int) -> bool:
     """Whether most of the ring around a region, one to three sign pixels out, is plain background."""
-    ring = ndimage.binary_dilation(region, iterations=3 * pixel) & ~ndimage.binary_dilation(region, iterations=pixel)
+    ring = scipy.ndimage.binary_dilation(region, iterations=3 * pixel) & ~scipy.ndimage.binary_dilation(
+        region, iterations=pixel
+    )
     return bool(plain[ring].mean() > 0.7) if ring.any() else False
 
 
@@ -212,9 +214,9 @@ def _outlines() -> tuple[list[str], Array]:
                 fill=1,
             )
         for blur in (0, 0.03, 0.06):
-            mask = ndimage.gaussian_filter(np.asarray(canvas, np.float32), blur * _DRAWN) > 0.5
+            mask = scipy.ndimage.gaussian_filter(np.asarray(canvas, np.float32), blur * _DRAWN) > 0.5
             names.append(name)
-            outlines.append(_stretch(mask[ndimage.find_objects(mask.astype(int))[0]]))
+            outlines.append(_stretch(mask[scipy.ndimage.find_objects(mask.astype(int))[0]]))
     return names, np.stack(outlines)
 
 

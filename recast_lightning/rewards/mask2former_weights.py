@@ -111,7 +111,7 @@ def _load_transformers(path: str) -> "Mask2FormerForUniversalSegmentation":
 
     with reading("There is no Mask2Former", path):
         model, info = Mask2FormerForUniversalSegmentation.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )
     check_fit(
         path,

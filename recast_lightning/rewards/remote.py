@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import re
 import ssl
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 Picture = NDArray[np.uint8]  # [H, W, 3], red first
 _MAX_REPLY = 1 << 20  # bytes
+_SECRET = re.compile("key|token|secret|password|signature|auth", re.IGNORECASE)  # in names of a query
 _LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 _MAX_EXCERPT = 200  # characters of a server's own words in a message
 _MAX_REASONS = 20  # distinct ones that are logged; a server could invent a new one for every image
@@ -185,6 +187,9 @@ def check_url(url: str, what: str) -> None:
         plain = False
     if plain and "@" in parts.netloc:
         raise ValueError(f"The {what} holds a user name or password, which would end up in logs: leave it out.")
+    named = sorted(name for name, _ in parse_qsl(parts.query) if _SECRET.search(name)) if plain else []
+    if named:
+        raise ValueError(f"The {what} holds {named[0]!r} in its query, which would end up in logs: leave it out.")
     if not plain or "#" in url or not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(f"The {what} is {url!r}: expected http://host[:port]/path or https://host[:port]/path.")
 

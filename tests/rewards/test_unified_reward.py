@@ -242,7 +242,7 @@ def test_bad_options(options, message):
         UnifiedReward(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", **options})
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8080/v1", "http://a/v1?key=1", "ftp://a/v1"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8080/v1", "http://a/v1?size=1", "ftp://a/v1"])
 def test_addresses_are_checked(url):
     with pytest.raises(ValueError, match="base_url of unified_reward is"):
         UnifiedReward(url, "m").validate()

@@ -1,0 +1,56 @@
+"""Does a checkpoint belong to the configured policy? Asked before any model is loaded."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recast_lightning.paths import resolve
+from recast_lightning.policy import Policy
+from recast_lightning.policy.files import weight_shapes
+
+_PREFIX = "policy.transformer."
+
+
+def check_checkpoint(path: str, policy: Policy) -> None:
+    """Read a checkpoint and compare it with the policy's options.
+
+    Raises:
+        ValueError: if it cannot be read, is none of ours, or is of another policy; naming what differs.
+    """
+    state = _read(path)
+    rank = next((len(w) for k, w in state["state_dict"].items() if ".lora_A." in k), None)
+    if rank is not None and rank != policy.lora_rank:
+        raise ValueError(f"{path} has adapters of rank {rank}, but lora_rank is {policy.lora_rank}.")
+    levels = state["recast"].get("credit", {}).get("weights")
+    if levels is not None and levels.shape[1] != policy.num_steps:
+        raise ValueError(f"{path} was trained at {levels.shape[1]} levels, but num_steps is {policy.num_steps}.")
+    shapes = {k.partition(".lora_A.")[0]: w.shape[1] for k, w in state["state_dict"].items() if ".lora_A." in k}
+    adapted = {key.removeprefix(_PREFIX): size for key, size in shapes.items()}
+    for target in policy.lora_targets:
+        if not any(module.endswith(target) for module in adapted):
+            raise ValueError(f"{path} has no adapters on {target!r}, which lora_targets asks for.")
+    for module in adapted:
+        if not module.endswith(tuple(policy.lora_targets)):
+            raise ValueError(f"{path} has adapters on {module!r}, which lora_targets does not name.")
+    base = weight_shapes(Path(resolve(policy.path, "policy")))
+    for module, size in adapted.items():
+        if base and (f"{module}.weight" not in base or base[f"{module}.weight"][1] != size):
+            raise ValueError(
+                f"{path} is of another base than {policy.path!r}: {module!r} is absent or of another size."
+            )
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is cut off, or something else ({type(error).__name__})."
+        ) from error
+    if not isinstance(state, dict) or not {"recast", "state_dict"} <= state.keys():
+        raise ValueError(f"{path} is no checkpoint of this project: give a run's checkpoints/last.ckpt.")
+    return state
