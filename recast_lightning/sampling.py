@@ -17,12 +17,14 @@ from torchmetrics import MeanMetric
 
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
+from recast_lightning.flow import noise_to
+from recast_lightning.numerics import FiniteCheck, OnNonfinite, gather_values, within_group_spread
 from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import GenEval, RewardModel
 from recast_lightning.rewards.geneval import TAGS
 from recast_lightning.rewards.tag_means import TagMeans
-from recast_lightning.rollout import check_failures, constant_rewards
+from recast_lightning.rollout import Sample, check_failures, constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
 
@@ -35,6 +37,7 @@ class SamplingModule(L.LightningModule):
         rewards: name → reward model; all are evaluated.
         num_workers: of `ScoringPool`.
         reward_device: where inline rewards score; default where the images are.
+        on_nonfinite: of `FiniteCheck`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SamplingModule(L.LightningModule):
         rewards: dict[str, RewardModel],
         num_workers: int = 0,
         reward_device: str | None = None,
+        on_nonfinite: OnNonfinite = "stop",
     ) -> None:
         super().__init__()
         for name in rewards:
@@ -52,6 +56,7 @@ class SamplingModule(L.LightningModule):
         self.reward_models = rewards
         self.scoring = ScoringPool(rewards, num_workers, _device(reward_device))
         self.called_constant: set[str] = set()
+        self.finite = FiniteCheck(on_nonfinite)
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
         self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
 
@@ -77,7 +82,7 @@ class SamplingModule(L.LightningModule):
 
     def score(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> Tensor:
         """Scores [B, R] of images [B, 3, H, W] in [0, 1] by the named rewards; NaN where one could not score."""
-        with self.scoring.running():
+        with self.scoring.running(), torch.autocast(images.device.type, enabled=False):
             return self.scoring.submit(images, prompts, names).result()
 
     def teardown(self, stage: str) -> None:
@@ -112,6 +117,57 @@ class SamplingModule(L.LightningModule):
         noise = keyed_noise(self.policy.latent_shape, keys).to(self.device)
         with self.trainer.precision_plugin.forward_context():
             return self.policy.sample(noise, self.policy.encode_prompts([p.text for p in prompts]), adapter)
+
+    def examine(
+        self,
+        rollout: int,
+        samples: Sequence[Sample],
+        texts: Sequence[str],
+        latents: Tensor,
+        thumbnails: Tensor,
+        rewards: Tensor,
+    ) -> dict[str, float]:
+        """Leave out what is not finite of a rollout, in place, and tell how alike its images are.
+
+        Args:
+            rollout: its number, from 0.
+            samples: its images, [N].
+            texts: their prompts, [N].
+            latents: x_0 [N, C, H, W]; rows that are not finite become 0.
+            thumbnails: of the decoded images, [N, 3, 32, 32].
+            rewards: [N, R]; rows that are not finite become NaN.
+
+        Raises:
+            UserError: if `on_nonfinite` is `stop` and one is not finite.
+        """
+        broken, count = self.finite.broken_images(rollout + 1, latents, thumbnails, texts)
+        latents[broken], rewards[broken] = 0.0, torch.nan
+        return {
+            "rollout/nonfinite_images": float(count),
+            "rollout/image_std": within_group_spread(thumbnails, [s.group for s in samples]),
+        }
+
+    @torch.no_grad()
+    def deviation(self, x0: Tensor, keys: Sequence[tuple[str | int, ...]], texts: Sequence[str]) -> float:
+        """How far the policy that samples has left the reference: mean (v_old − v_ref)² / mean v_ref², over all processes.
+
+        Args:
+            x0: latents [B, C, H, W], whose rows take turns through all levels.
+            keys: of their noise.
+            texts: their prompts.
+        """
+        levels = 1 + torch.arange(len(x0)) % self.policy.num_steps
+        sigma = self.policy.sigmas[levels].to(self.device, x0.dtype)
+        x_sigma = noise_to(x0.to(self.device), keyed_noise(self.policy.latent_shape, keys).to(self.device), sigma)
+        with self.trainer.precision_plugin.forward_context():
+            condition = self.policy.encode_prompts(texts)
+            with self.policy.adapter("old"):
+                velocity = self.policy(x_sigma, sigma, condition)
+            with self.policy.adapter(None):
+                reference = self.policy(x_sigma, sigma, condition)
+        ratio = (velocity - reference).square().mean() / reference.square().mean()
+        everyone = gather_values(ratio.item())
+        return sum(everyone) / len(everyone)
 
     def evaluate_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Draw and score evaluation prompts with the averaged policy.

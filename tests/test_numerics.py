@@ -18,6 +18,7 @@ def test_equal_rewards_have_exactly_no_advantage_whatever_the_numbers(aggregatio
         for size in (*range(2, 18), 31, 48, 64):
             rewards, levels = 1 + size % 5, 1 + size % 26
             weights = torch.rand(rewards, levels, dtype=torch.float64)
+            weights /= weights.sum(0)
             scores = torch.rand(size + 3, rewards).to(dtype)
             scores[:size] = (torch.tensor([constant], dtype=torch.float64) * torch.arange(1, rewards + 1)).to(dtype)
             order = torch.randperm(size + 3)
@@ -27,7 +28,7 @@ def test_equal_rewards_have_exactly_no_advantage_whatever_the_numbers(aggregatio
                     scores[0, 0], scores[size, -1] = torch.nan, torch.inf
                 finite = scores.isfinite().all(1)[order]
                 alike = (groups == 7) & finite
-                advantages = level_advantages(scores[order], weights / weights.sum(0), groups, aggregation=aggregation, std=std)
+                advantages = level_advantages(scores[order], weights, groups, aggregation=aggregation, std=std)
                 assert (advantages[alike] == 0).all(), (constant, size, failed)
                 assert (optimality_probability(advantages[alike], 5.0) == 0.5).all()
                 assert (advantages[(groups == -1) & finite] != 0).any()

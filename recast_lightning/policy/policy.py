@@ -165,14 +165,16 @@ class Policy(nn.Module):
 
     def encode_prompts(self, texts: Sequence[str]) -> Condition:
         """Encoded prompts, on the transformer's device."""
-        condition: Condition = self._helpers["encoder"].encode(texts, self.device)
+        with torch.autocast(self.device.type, enabled=False):  # cached for callers with and without
+            condition: Condition = self._helpers["encoder"].encode(texts, self.device)
         return condition
 
     @contextmanager
     def _vae(self) -> Iterator[Any]:
         vae = self._helpers["vae"].to(self.device)
         try:
-            yield vae
+            with torch.autocast(self.device.type, enabled=False):  # pictures are the same wherever they are decoded
+                yield vae
         finally:
             if self.offload_frozen:
                 vae.to("cpu")
