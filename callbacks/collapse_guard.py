@@ -93,8 +93,8 @@ class CollapseGuard(L.Callback):
         if spread < self.min_image_std * self.first_image_std:
             self._say(
                 "images",
-                f"the images of a prompt have become alike (rollout/image_std {self.first_image_std:.3g} → {spread:.3g}, below "
-                f"min_image_std {self.min_image_std:g} of the first): a larger kl_weight or fewer rollouts",
+                f"the images of a prompt have become alike (rollout/image_std {self.first_image_std:.3g} → {spread:.3g}, "
+                f"below min_image_std {self.min_image_std:g} of the first): a larger kl_weight or fewer rollouts",
             )
         if metrics["rollout/deviation"] > self.max_deviation:
             self._say(
