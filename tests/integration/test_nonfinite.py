@@ -278,9 +278,17 @@ def test_sampling_and_training_see_new_weights_inside_a_hand_made_autocast(polic
         assert (not torch.equal(loss(), gradient)) == fresh
 
 
+class Dot(Brightness):
+    """A reward that autocast would round."""
+
+    def score(self, images, prompts):
+        return images.flatten(1) @ torch.linspace(-1, 1, images[0].numel())
+
+
 def test_scores_do_not_depend_on_autocast_around_them(policy):
     """Lightning evaluates inside autocast and rollouts are scored outside; a profile encodes prompts outside."""
     with trainable(policy, FORGETFUL) as module:
+        module.reward_models["light"] = Dot()
         latents = torch.randn(2, *policy.latent_shape)
         results = []
         for context in (nullcontext, FORGETFUL):
