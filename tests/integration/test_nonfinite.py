@@ -178,9 +178,6 @@ def test_what_one_process_sees_all_do(tmp_path, action):
         assert all(value.isfinite().all() for value in later.values())
 
 
-# Evaluation ----------------------------------------------------------------------------------------------------------
-
-
 def test_evaluation_leaves_training_alone_bitwise(tmp_path):
     without = fit(tmp_path / "without", **SMALL)
     often = SMALL | {"trainer__num_sanity_val_steps": -1, "trainer__check_val_every_n_epoch": 1}
@@ -249,8 +246,6 @@ def test_a_failure_in_an_evaluation_gives_the_adapters_back(policy, monkeypatch,
             results.append(step(module, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
-
-# Autocast ------------------------------------------------------------------------------------------------------------
 
 FORGETFUL = MixedPrecision("bf16-mixed", "cpu").forward_context
 
