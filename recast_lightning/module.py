@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.data import PromptDataModule
 from recast_lightning.flow import noise_to
+from recast_lightning.numerics import OnNonfinite, total_norm
 from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
 from recast_lightning.policy import Policy
 from recast_lightning.ranges import TRAINING, check_ranges
@@ -28,16 +30,16 @@ from recast_lightning.rollout import (
     plan_samples,
     rollout_metrics,
 )
-from recast_lightning.sampling import SamplingModule
 from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
-from recast_lightning.stages import Stage, check_stages, stage_index
+from recast_lightning.staged import StagedModule
+from recast_lightning.stages import Stage
 from recast_lightning.step_means import StepMeans
 from recast_lightning.strategies import check_strategy, keep_adapters_exact
 from recast_lightning.trainer import progress_of
 
 
-class RecastModule(SamplingModule):
+class RecastModule(StagedModule):
     """Trains a policy on several rewards whose weights differ by noise level.
 
     Args:
@@ -56,6 +58,7 @@ class RecastModule(SamplingModule):
         reward_device: where rewards score, e.g. `cuda:1`, or a list, one a process of a machine; default the policy's device.
         reward_offload: keep the rewards' weights on the CPU except while they score.
         failure_share: a rollout in which more than this share of a reward's scores failed stops the run.
+        on_nonfinite: what NaN or inf in samples, loss or gradient does: `stop` the run, or `skip` the image or step.
         learning_rate: of AdamW.
         weight_decay: of AdamW.
         warmup_steps: optimizer steps over which the learning rate rises to its value; AdamW's first steps are mostly noise.
@@ -85,6 +88,7 @@ class RecastModule(SamplingModule):
         reward_device: str | list[str] | None = None,
         reward_offload: bool = False,
         failure_share: float = 0.5,
+        on_nonfinite: OnNonfinite = "stop",
         learning_rate: float = 3e-4,
         weight_decay: float = 1e-4,
         warmup_steps: int = 0,
@@ -94,9 +98,7 @@ class RecastModule(SamplingModule):
         old_maximum: float = 0.5,
         seed: int = 0,
     ) -> None:
-        super().__init__(policy, rewards, num_workers, reward_device, reward_offload)
-        check_stages(stages, rewards)
-        self.stages = stages
+        super().__init__(policy, rewards, stages, num_workers, reward_device, reward_offload, on_nonfinite)
         self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
         check_ranges(locals(), TRAINING)
         if aggregation not in ("sum", "per_reward"):
@@ -106,12 +108,11 @@ class RecastModule(SamplingModule):
         self.beta, self.kl_weight = beta, kl_weight
         self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
         self.aggregation, self.failure_share = aggregation, failure_share
+        self.skipping = False  # the optimizer step at hand, because something in it is not finite
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.ema_decay, self.seed = ema_decay, seed
         self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
         self.synced_rollout = 0  # the rollout that the old policy was last updated for
-        self.credit: CreditMatrix | None = None
-        self.credit_stage = -1
         self.rollout_metrics: dict[str, float] = {}
         self.logged_rollout = -1
         self.step_means = StepMeans()
@@ -153,39 +154,6 @@ class RecastModule(SamplingModule):
         """Share of the learning rate at an optimizer step."""
         return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
-    # Stages and credit -------------------------------------------------------------------------------------------
-
-    @property
-    def stage_index(self) -> int:
-        """Index of the stage of the current rollout."""
-        return stage_index(self.stages, self.current_epoch)
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of the current rollout."""
-        return self.stages[self.stage_index]
-
-    def set_credit(self, credit: CreditMatrix) -> None:
-        """Use W for the current stage."""
-        if credit.rewards != list(self.stage.budgets) or credit.weights.shape[1] != self.policy.num_steps:
-            raise ValueError(
-                f"W is for {', '.join(credit.rewards)} at {credit.weights.shape[1]} levels, but stage {self.stage.name!r} "
-                f"trains {', '.join(self.stage.budgets)} at {self.policy.num_steps}."
-            )
-        self.credit, self.credit_stage = credit, self.stage_index
-
-    def current_credit(self) -> CreditMatrix:
-        """W of the current stage; a static one needs no profile."""
-        if self.credit_stage != self.stage_index:
-            if self.stage.credit != "static":
-                raise RuntimeError(
-                    f"Stage {self.stage.name!r} has no W yet: add RenyiProfilerCallback to trainer.callbacks."
-                )
-            flat = torch.ones(len(self.stage.budgets), self.policy.num_steps)
-            self.set_credit(CreditMatrix.from_gains(flat, self.stage.budgets, "static", sigmas=self.policy.sigmas))
-        assert self.credit is not None
-        return self.credit
-
     # Rollout -----------------------------------------------------------------------------------------------------
 
     @property
@@ -206,29 +174,36 @@ class RecastModule(SamplingModule):
         planned = self.data.rollout_prompts(rollout, self.seed)
         samples = plan_samples(planned, self.data.group_size, rank, world, self.seed, rollout)
         prompts = [self.data.prompts["train"][s.prompt] for s in samples]
-        latents, scores, started = [], [], time.perf_counter()
+        drawn, thumbnails, scores, started = [], [], [], time.perf_counter()
         bar = progress_of(self.trainer, f"rollout {rollout + 1}: sampling", len(samples))
         with self.scoring.running(), bar as advance:
             for start in range(0, len(samples), self.rollout_batch_size):
                 chunk = slice(start, start + self.rollout_batch_size)
                 keys = [(self.seed, "rollout", rollout, s.group, s.image) for s in samples[chunk]]
                 x0 = self.draw(keys, prompts[chunk], "old")
-                scores.append(self.scoring.submit(self.policy.decode(x0), prompts[chunk], credit.rewards))
-                latents.append(x0.cpu())
+                images = self.policy.decode(x0)
+                scores.append(self.scoring.submit(images, prompts[chunk], credit.rewards))
+                drawn.append(x0.cpu())
+                thumbnails.append(adaptive_avg_pool2d(images, 32).cpu())
                 advance(len(keys))
                 self.safe_point()
             rewards = torch.cat([batch.result() for batch in scores])
         seconds = time.perf_counter() - started
+        latents, texts = torch.cat(drawn), [p.text for p in prompts]
+        looks = self.examine(rollout, samples, texts, latents, torch.cat(thumbnails), rewards)
+        first = slice(self.rollout_batch_size)
+        keys = [(self.seed, "deviation", rollout, s.group, s.image) for s in samples[first]]
+        looks["rollout/deviation"] = self.deviation(latents[first], keys, texts[first])
         optimality = self._optimality(rewards, samples, credit, rollout)
-        images = len(samples) * world
-        self.rollout_metrics |= {"rollout/images_per_second": images / seconds, "rollout/seconds": seconds}
+        total = len(samples) * world
+        self.rollout_metrics |= looks | {"rollout/images_per_second": total / seconds, "rollout/seconds": seconds}
         trained = [name for name, budget in credit.budgets.items() if budget]  # others may fail without harm
         if rollout > self.logged_rollout:  # else resumed within it
             self.logged_rollout = rollout
             self.step_means.start()
             self.log_rollout(self.rollout_metrics)
-        check_failures(trained, self.rollout_metrics, images, self.failure_share)
-        return RolloutBuffer(samples, torch.cat(latents), [p.text for p in prompts], optimality)
+        check_failures(trained, self.rollout_metrics, total, self.failure_share)
+        return RolloutBuffer(samples, latents, texts, optimality)
 
     def _update_old(self, rollout: int) -> None:
         """θ_old ← η θ_old + (1 − η) θ, once a rollout; behind a saved counter, so a resumed epoch does not repeat it."""
@@ -286,7 +261,11 @@ class RecastModule(SamplingModule):
         if velocity_reference is not None:
             kl = (velocity - velocity_reference).square().flatten(1).mean(1)
         share = valid.float() / len(x0)
-        loss = ((terms.loss + self.kl_weight * kl) * share).sum()
+        losses = (terms.loss + self.kl_weight * kl) * share
+        place = f"Rollout {self.current_epoch + 1}, micro-batch {batch_idx // self.levels_per_batch + 1}, level {item.level}"
+        velocities = {"old policy's velocity": velocity_old, "trained policy's velocity": velocity}
+        self.finite.note(place, item.texts, {"latents": x0, **velocities, "loss": losses})
+        loss = losses.sum()
         self.step_means.add(
             loss=loss,
             positive=(terms.positive * share).sum(),
@@ -298,15 +277,23 @@ class RecastModule(SamplingModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradient's norm and the learning rate."""
+        """Note the gradient's norm; see to it that a step with NaN or inf is not made."""
+        norm = total_norm(self.policy.parameters())
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        self.skipping = self.finite.refuses_step(norm, self.policy.named_parameters(), scaled=scaled)
+        if self.skipping:
+            optimizer.zero_grad()  # AdamW leaves weights without gradients, and their moments, alone
         rate = torch.tensor(optimizer.param_groups[0]["lr"], device=self.device)
-        self.step_means.add(grad_norm=self.policy.gradient_norm(), learning_rate=rate)
+        self.step_means.add(grad_norm=norm, learning_rate=rate)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, let the evaluated adapter follow, and log the step."""
         super().optimizer_step(*args, **kwargs)
-        self.policy.blend("ema", "default", keep=self.ema_decay)
-        means = self.step_means.close(self.trainer.strategy.reduce)
+        if self.skipping:
+            means = self.step_means.skip()
+        else:
+            self.policy.blend("ema", "default", keep=self.ema_decay)
+            means = self.step_means.close(self.trainer.strategy.reduce)
         for logger in self.trainer.loggers:
             logger.log_metrics({f"train/{name}": value for name, value in means.items()}, step=self.global_step)
 

@@ -122,11 +122,19 @@ def level_advantages(
     used = level_weights.ne(0).any(1)
     scores, weights = rewards[:, used].double(), level_weights[used].double()
     if aggregation == "sum":
-        return group_advantages(scores @ weights, groups, std=std, eps=eps)
-    total = group_advantages(scores, groups, std=std, eps=eps) @ weights
+        return group_advantages(_weighted_sum(scores, weights), groups, std=std, eps=eps)
+    total = _weighted_sum(group_advantages(scores, groups, std=std, eps=eps), weights)
     valid = total.isfinite()
     scale = _group_mean(total.square(), valid, torch.zeros_like(groups)).sqrt()
     return torch.where(scale > 0, total / (scale + eps), 0.0).where(valid, torch.nan)
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Values [N, R] times weights [R, T], [N, T], equal bit by bit for equal rows, which a matrix product's are not."""
+    total = values.new_zeros(len(values), weights.shape[1])
+    for column, row in zip(values.T, weights, strict=True):
+        total = total + column[:, None] * row
+    return total
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, std: Spread = "level", eps: float = 1e-4) -> Tensor:

@@ -17,12 +17,14 @@ from torchmetrics import MeanMetric
 
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
+from recast_lightning.flow import noise_to
+from recast_lightning.numerics import FiniteCheck, OnNonfinite, gather_values, within_group_spread
 from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import GenEval, RewardModel
 from recast_lightning.rewards.geneval import TAGS
 from recast_lightning.rewards.tag_means import TagMeans
-from recast_lightning.rollout import constant_rewards
+from recast_lightning.rollout import Sample, constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.trainer import progress_of
@@ -38,6 +40,7 @@ class SamplingModule(L.LightningModule):
         reward_device: where inline rewards score, for all processes or one a process of a machine; default where the
             images are.
         reward_offload: bring each reward's weights back to the CPU after each batch that it scores.
+        on_nonfinite: of `FiniteCheck`.
     """
 
     seed: int  # set by the subclass
@@ -49,6 +52,7 @@ class SamplingModule(L.LightningModule):
         num_workers: int = 0,
         reward_device: str | list[str] | None = None,
         reward_offload: bool = False,
+        on_nonfinite: OnNonfinite = "stop",
     ) -> None:
         super().__init__()
         for name in rewards:
@@ -64,6 +68,7 @@ class SamplingModule(L.LightningModule):
         self.scoring = ScoringPool(rewards, num_workers)
         self.safe_point: Callable[[], None] = lambda: None  # where a signal may stop the run
         self.called_constant: set[str] = set()
+        self.finite = FiniteCheck(on_nonfinite)
         self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
         self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
 
@@ -157,7 +162,7 @@ class SamplingModule(L.LightningModule):
 
         Autocast is for the policy: scores are the same with and without it.
         """
-        with self.scoring.running(), torch.autocast(self.device.type, enabled=False):
+        with self.scoring.running(), torch.autocast(images.device.type, enabled=False):
             return self.scoring.submit(images, prompts, names).result()
 
     def teardown(self, stage: str) -> None:
@@ -191,6 +196,57 @@ class SamplingModule(L.LightningModule):
         noise = keyed_noise(self.policy.latent_shape, keys).to(self.device)
         with self.trainer.precision_plugin.forward_context():
             return self.policy.sample(noise, self.policy.encode_prompts([p.text for p in prompts]), adapter)
+
+    def examine(
+        self,
+        rollout: int,
+        samples: Sequence[Sample],
+        texts: Sequence[str],
+        latents: Tensor,
+        thumbnails: Tensor,
+        rewards: Tensor,
+    ) -> dict[str, float]:
+        """Leave out what is not finite of a rollout, in place, and tell how alike its images are.
+
+        Args:
+            rollout: its number, from 0.
+            samples: its images, [N].
+            texts: their prompts, [N].
+            latents: x_0 [N, C, H, W]; rows that are not finite become 0.
+            thumbnails: of the decoded images, [N, 3, 32, 32].
+            rewards: [N, R]; rows that are not finite become NaN.
+
+        Raises:
+            UserError: if `on_nonfinite` is `stop` and one is not finite.
+        """
+        broken, count = self.finite.broken_images(rollout + 1, latents, thumbnails, texts)
+        latents[broken], rewards[broken] = 0.0, torch.nan
+        return {
+            "rollout/nonfinite_images": float(count),
+            "rollout/image_std": within_group_spread(thumbnails, [s.group for s in samples]),
+        }
+
+    @torch.no_grad()
+    def deviation(self, x0: Tensor, keys: Sequence[tuple[str | int, ...]], texts: Sequence[str]) -> float:
+        """How far the policy that samples has left the reference: mean (v_old − v_ref)² / mean v_ref², over all processes.
+
+        Args:
+            x0: latents [B, C, H, W], whose rows take turns through all levels.
+            keys: of their noise.
+            texts: their prompts.
+        """
+        levels = 1 + torch.arange(len(x0)) % self.policy.num_steps
+        sigma = self.policy.sigmas[levels].to(self.device, x0.dtype)
+        x_sigma = noise_to(x0.to(self.device), keyed_noise(self.policy.latent_shape, keys).to(self.device), sigma)
+        with self.trainer.precision_plugin.forward_context():
+            condition = self.policy.encode_prompts(texts)
+            with self.policy.adapter("old"):
+                velocity = self.policy(x_sigma, sigma, condition)
+            with self.policy.adapter(None):
+                reference = self.policy(x_sigma, sigma, condition)
+        ratio = (velocity - reference).square().mean() / reference.square().mean()
+        everyone = gather_values(ratio.item())
+        return sum(everyone) / len(everyone)
 
     def evaluate_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Draw and score evaluation prompts with the averaged policy.

@@ -15,6 +15,7 @@ class StepMeans:
     def __init__(self) -> None:
         self._open: dict[str, list[Tensor]] = {}
         self._closed: list[dict[str, float]] = []
+        self._skipped = 0
 
     def add(self, **values: Tensor) -> None:
         """Take the values of one training step, scalars."""
@@ -22,7 +23,7 @@ class StepMeans:
             self._open.setdefault(name, []).append(value.detach().float())
 
     def close(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """End an optimizer step; returns its means.
+        """End an optimizer step; returns its means, and how many steps of the rollout were skipped so far.
 
         Args:
             reduce: the mean of a tensor over all processes.
@@ -30,21 +31,28 @@ class StepMeans:
         means = reduce(torch.stack([torch.stack(values).mean() for values in self._open.values()])).tolist()
         self._closed.append(dict(zip(self._open, means, strict=True)))
         self._open = {}
-        return self._closed[-1]
+        return {**self._closed[-1], "skipped_steps": float(self._skipped)}
+
+    def skip(self) -> dict[str, float]:
+        """End an optimizer step that was not made: its values count for nothing."""
+        self._skipped += 1
+        self._open = {}
+        return {"skipped_steps": float(self._skipped)}
 
     def rollout(self) -> dict[str, float]:
-        """Means over the optimizer steps since `start`."""
+        """Means over the optimizer steps since `start`, and how many were skipped."""
         names = self._closed[0] if self._closed else ()
-        return {name: sum(step[name] for step in self._closed) / len(self._closed) for name in names}
+        means = {name: sum(step[name] for step in self._closed) / len(self._closed) for name in names}
+        return {**means, "skipped_steps": float(self._skipped)}
 
     def start(self) -> None:
         """Begin a rollout."""
-        self._open, self._closed = {}, []
+        self._open, self._closed, self._skipped = {}, [], 0
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer steps of the rollout so far."""
-        return {"steps": self._closed}
+        return {"steps": self._closed, "skipped": self._skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
-        self._closed = state["steps"]
+        self._closed, self._skipped = state["steps"], state["skipped"]

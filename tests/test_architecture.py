@@ -15,7 +15,9 @@ NAME = PACKAGE.name
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 PURE = ("credit", "flow.py", "objective.py", "seeds.py")
-BELOW_LIGHTNING = (*PURE, "rewards", "policy", "prompts.py", "proposals.py", "rollout.py", "stages.py", "report")
+BELOW_LIGHTNING = (
+    *PURE, "rewards", "policy", "prompts.py", "proposals.py", "rollout.py", "stages.py", "numerics.py", "report"
+)  # fmt: skip
 
 
 def files_of(*places: str) -> list[Path]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
+from recast_lightning.callbacks import CollapseGuard, ImageWriter, RenyiProfilerCallback, RunReport
 from recast_lightning.cli import main
 from recast_lightning.data import PromptDataModule
 from recast_lightning.module import RecastModule
@@ -21,7 +21,7 @@ from recast_lightning.stages import Stage
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
 CONFIGURATION = ROOT / "docs/configuration.md"
-TABLED = (RecastModule, Policy, PromptDataModule, Stage, RenyiProfilerCallback, RunReport, ImageWriter)
+TABLED = (RecastModule, Policy, PromptDataModule, Stage, RenyiProfilerCallback, CollapseGuard, RunReport, ImageWriter)
 
 
 def blocks(page: Path, language: str, holding: str) -> str:

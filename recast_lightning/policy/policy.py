@@ -200,11 +200,6 @@ class Policy(nn.Module):
         """θ_target ← keep·θ_target + (1 − keep)·θ_source."""
         self.adapters.blend(target, source, keep)
 
-    def gradient_norm(self) -> Tensor:
-        """Norm of the trained adapter's gradient."""
-        gradients = [p.grad for p in self.adapter_parameters("default") if p.grad is not None]
-        return whole(nn.utils.get_total_norm(gradients)).to(self.device)
-
     def forward(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity v [B, C, H, W] (float32) at x_σ [B, C, H, W], σ [B]."""
         velocity: Tensor = self.transformer(
