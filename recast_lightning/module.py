@@ -17,9 +17,10 @@ from recast_lightning.data import PromptDataModule
 from recast_lightning.flow import noise_to
 from recast_lightning.numerics import OnNonfinite, total_norm
 from recast_lightning.objective import level_advantages, nft_terms, old_policy_decay, optimality_probability
+from recast_lightning.optimizer import set_rates, started_adamw, with_warm_up
 from recast_lightning.policy import Policy
 from recast_lightning.ranges import TRAINING, check_ranges
-from recast_lightning.resume import apply_hyperparameters, dump, restore
+from recast_lightning.resume import dump, restore
 from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout import (
     RolloutBuffer,
@@ -144,15 +145,7 @@ class RecastModule(StagedModule):
     def configure_optimizers(self) -> Any:
         """AdamW on the trained adapter, with a linear warm-up."""
         parameters = self.policy.adapter_parameters("default")
-        optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
-        if not self.warmup_steps:
-            return optimizer
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.warm_up)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def warm_up(self, step: int) -> float:
-        """Share of the learning rate at an optimizer step."""
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return with_warm_up(started_adamw(parameters, self.learning_rate, self.weight_decay), self.warmup_steps)
 
     # Rollout -----------------------------------------------------------------------------------------------------
 
@@ -310,4 +303,4 @@ class RecastModule(StagedModule):
     def on_train_start(self) -> None:
         """The configuration's learning rate holds over a checkpoint's."""
         if self.resumed:
-            apply_hyperparameters(self)
+            set_rates(self.trainer, self.learning_rate, self.weight_decay, self.warmup_steps)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.errors import UserError
@@ -53,7 +54,7 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
         raise UserError("The checkpoint was not written by `recast fit`: give a run's checkpoints/last.ckpt.")
     taken = "state_dict" not in checkpoint  # ModelParallelStrategy has loaded what fits
     weights = (torch.load(str(module.trainer.ckpt_path), weights_only=True) if taken else checkpoint)["state_dict"]
-    module.check_adapters(weights)
+    check_adapters(module, weights)
     state, changes = checkpoint["recast"], []
     done, length = position(checkpoint)
     if module.trainer.state.fn == "fit":
@@ -73,6 +74,21 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
         credit = f"W of stage {stage.name!r} ({rewards} rewards × {levels} levels)"
     said = f"{len(weights)} adapter tensors, optimizer step {checkpoint['global_step']}, {where}, {credit}"
     return said + "".join(f"; now {change}" for change in changes)
+
+
+def check_adapters(module: RecastModule, weights: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint's adapters that fit nowhere.
+
+    Raises:
+        UserError: saying how many fit.
+    """
+    own = {(k, v.shape) for k, v in module.state_dict().items() if ".lora_" in k}
+    theirs = {(k, v.shape) for k, v in weights.items()}
+    if own != theirs:
+        raise UserError(
+            f"The checkpoint's adapters do not fit policy {module.policy.path!r} with lora_rank "
+            f"{module.policy.lora_rank}: {len(own & theirs)} of {len(own)} weights match by name and shape."
+        )
 
 
 def read_settings(module: RecastModule) -> dict[str, Any]:
@@ -125,17 +141,6 @@ def check_credit(credit: CreditMatrix, stage: Stage) -> None:
 
 def _named(budgets: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
-
-
-def apply_hyperparameters(module: RecastModule) -> None:
-    """Make the optimizer that a checkpoint has restored use the configuration's learning rate and weight decay."""
-    scale = module.warm_up(module.global_step)
-    for optimizer in module.trainer.optimizers:
-        for group in optimizer.param_groups:
-            group |= {"lr": module.learning_rate * scale, "weight_decay": module.weight_decay}
-            group |= {"initial_lr": module.learning_rate} if "initial_lr" in group else {}
-    for config in module.trainer.lr_scheduler_configs:
-        config.scheduler.base_lrs = [module.learning_rate]
 
 
 def position(checkpoint: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Drawing, scoring and evaluating: the half of the LightningModule that trains nothing.
+"""Draws and scores: the part of the LightningModule that everything else stands on.
 
 Shape legend: B batch, N samples on this process, M over all processes, R rewards, C H W latents.
 """
@@ -12,8 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torch import Tensor
 
 from recast_lightning.data import PromptDataModule
 from recast_lightning.errors import UserError
@@ -21,9 +20,7 @@ from recast_lightning.flow import noise_to
 from recast_lightning.numerics import FiniteCheck, OnNonfinite, gather_values, within_group_spread
 from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
-from recast_lightning.rewards import GenEval, RewardModel
-from recast_lightning.rewards.geneval import TAGS
-from recast_lightning.rewards.tag_means import TagMeans
+from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout import Sample, constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
@@ -31,7 +28,7 @@ from recast_lightning.trainer import progress_of
 
 
 class SamplingModule(L.LightningModule):
-    """A policy and its rewards: validates, tests and predicts with the averaged adapter.
+    """A policy and its rewards in a Trainer.
 
     Args:
         policy: the text-to-image policy.
@@ -69,8 +66,6 @@ class SamplingModule(L.LightningModule):
         self.safe_point: Callable[[], None] = lambda: None  # where a signal may stop the run
         self.called_constant: set[str] = set()
         self.finite = FiniteCheck(on_nonfinite)
-        self.evaluation_means = nn.ModuleDict({name: MeanMetric(nan_strategy="ignore") for name in rewards})
-        self.tag_means = nn.ModuleDict({name: TagMeans() for name, r in rewards.items() if isinstance(r, GenEval)})
 
     @property
     def data(self) -> PromptDataModule:
@@ -247,83 +242,6 @@ class SamplingModule(L.LightningModule):
         ratio = (velocity - reference).square().mean() / reference.square().mean()
         everyone = gather_values(ratio.item())
         return sum(everyone) / len(everyone)
-
-    def evaluate_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Draw and score evaluation prompts with the averaged policy.
-
-        The noise is keyed by a prompt's text and how often it came before, so every method, seed and world size starts
-        from the same noise.
-        """
-        keys = [("evaluation", p.text, o) for p, o in zip(batch["prompts"], batch["occurrence"], strict=True)]
-        self.safe_point()
-        images = self.policy.decode(self.draw(keys, batch["prompts"], "ema"))
-        scores = self.score(images, batch["prompts"], list(self.reward_models))
-        texts = [p.text for p in batch["prompts"]]
-        return {
-            "index": batch["index"],
-            "real": batch["real"],
-            "texts": texts,
-            "images": images.cpu(),
-            "scores": scores,
-        }
-
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Evaluate; the means of all rewards become `val/<name>`."""
-        return self._evaluation_step(batch, "val")
-
-    def test_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """As validation, under `test/<name>`."""
-        return self._evaluation_step(batch, "test")
-
-    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
-        """Images and scores."""
-        return self.evaluate_batch(batch)
-
-    def check_adapters(self, weights: dict[str, Tensor]) -> None:
-        """Refuse a checkpoint's adapters that fit nowhere.
-
-        Raises:
-            UserError: saying how many fit.
-        """
-        own = {(k, v.shape) for k, v in self.state_dict().items() if ".lora_" in k}
-        theirs = {(k, v.shape) for k, v in weights.items()}
-        if own != theirs:
-            raise UserError(
-                f"The checkpoint's adapters do not fit policy {self.policy.path!r} with lora_rank "
-                f"{self.policy.lora_rank}: {len(own & theirs)} of {len(own)} weights match by name and shape."
-            )
-
-    def _evaluation_step(self, batch: dict[str, Any], prefix: str) -> dict[str, Any]:
-        result = self.evaluate_batch(batch)
-        real = torch.tensor(result["real"])
-        for name, column in zip(self.reward_models, result["scores"].T, strict=True):
-            metric = self.evaluation_means[name]
-            metric.update(column[real].to(self.device))  # type: ignore[operator]
-            self.log(f"{prefix}/{name}", metric, on_epoch=True, batch_size=len(real))  # type: ignore[arg-type]
-            if name in self.tag_means:
-                prompts = batch["prompts"]
-                rows = [i for i, p in enumerate(prompts) if result["real"][i] and p.metadata.get("tag") in TAGS]
-                self.tag_means[name].update(column[rows].to(self.device), [prompts[i] for i in rows])  # type: ignore[operator]
-        return result
-
-    def on_validation_epoch_end(self) -> None:
-        """Log GenEval's means over tags, and their mean, as `val/<name>/overall`."""
-        if self.trainer.state.fn == "fit":
-            self.log(
-                "step", float(self.global_step), sync_dist=True
-            )  # Lightning's own is off by one after some resumes
-        self._log_tag_means("val")
-
-    def on_test_epoch_end(self) -> None:
-        """As in validation."""
-        self._log_tag_means("test")
-
-    def _log_tag_means(self, prefix: str) -> None:
-        for name, metric in self.tag_means.items():
-            means = metric.compute()  # type: ignore[operator]
-            finite = {f"{prefix}/{name}/{tag}": mean.float() for tag, mean in means.items() if mean.isfinite()}
-            self.log_dict(finite, sync_dist=True)
-            metric.reset()  # type: ignore[operator]
 
 
 def _device(name: str | None) -> torch.device | None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from recast_lightning.credit import CreditMatrix
+from recast_lightning.evaluating import EvaluatingModule
 from recast_lightning.numerics import OnNonfinite
 from recast_lightning.policy import Policy
 from recast_lightning.rewards import RewardModel
-from recast_lightning.sampling import SamplingModule
 from recast_lightning.stages import Stage, check_stages, stage_index
 
 
-class StagedModule(SamplingModule):
-    """A sampling module that goes through stages, each with a W of its own.
+class StagedModule(EvaluatingModule):
+    """An evaluating module that goes through stages, each with a W of its own.
 
     Args:
         policy: of `SamplingModule`, as are all but one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,3 +96,21 @@ class Adapters:
             transformer_lora_layers={k: v.contiguous() for k, v in weights.items()},
             transformer_lora_adapter_metadata=metadata,
         )
+
+
+def base_digest(transformer: nn.Module) -> Any:
+    """A hash, still open, of a few numbers of each weight."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in transformer.named_parameters():
+        digest.update(name.encode() + weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
+    return digest
+
+
+def compile_each(blocks: Sequence[nn.Module]) -> None:
+    """Compile blocks in place. Each kind of block is compiled anew for each adapter and mode that it meets."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, 64)
+    config.fail_on_recompile_limit_hit = True  # else it would go on uncompiled
+    for block in blocks:
+        block.compile()

@@ -5,7 +5,6 @@ Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recast_lightning.flow import sample_ode
-from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters
+from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters, base_digest, compile_each
 from recast_lightning.policy.embeddings import (
     TEXT_PARTS,
     Condition,
@@ -144,12 +143,12 @@ class Policy(nn.Module):
                 path, dtype=self.dtype, use_safetensors=True, **dict.fromkeys(TEXT_PARTS)
             )
         self.transformer = pipeline.transformer
-        self._base_digest = _digest(self.transformer)
+        self._base_digest = base_digest(self.transformer)
         self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         if self.compile_blocks:
-            _compile(self.transformer.transformer_blocks)
+            compile_each(self.transformer.transformer_blocks)
 
         def load_encoders() -> Any:
             with reading("The policy found no text encoders", path):
@@ -294,20 +293,3 @@ class Policy(nn.Module):
 def _keep_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
     for name in [name for name in state if name.startswith(prefix) and ".lora_" not in name]:
         del state[name]
-
-
-def _digest(transformer: nn.Module) -> Any:
-    digest = hashlib.blake2b(digest_size=8)
-    for name, weight in transformer.named_parameters():
-        digest.update(name.encode() + weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
-    return digest
-
-
-def _compile(blocks: Sequence[nn.Module]) -> None:
-    """Compile blocks in place. Each kind of block is compiled anew for each adapter and mode that it meets."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, 64)
-    config.fail_on_recompile_limit_hit = True  # else it would go on uncompiled
-    for block in blocks:
-        block.compile()

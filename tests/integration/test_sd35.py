@@ -112,6 +112,7 @@ def prepare(folder: Path, stage: str, *, with_t5: bool) -> Place:
     }
     paths = {
         "model.policy.init_args.path": str(pipeline),
+        "model.policy.init_args.embedding_folder": str(folder / "embeddings"),
         "model.rewards.clip.init_args": {"model": weights.clip},
         "model.rewards.hpsv2.init_args": {"model": weights.hpsv2, "processor": weights.processor},
         "model.rewards.pickscore.init_args": {"model": weights.pickscore, "processor": weights.processor},
