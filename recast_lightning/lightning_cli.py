@@ -193,7 +193,8 @@ class RecastCLI(LightningCLI):
                 return  # finds all faults, not the first
             check_strategy(self.trainer)
             self.model.validate_config(self.datamodule, self.trainer.world_size)
-            check_run(self.trainer, self.model.items_of(self.datamodule, self.trainer.world_size))
+            items = self.model.items_of(self.datamodule, self.trainer.world_size)
+            check_run(self.trainer, items if self.subcommand == "fit" else 0)
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:
                 profiler.validate_config(self.model, self.datamodule)

@@ -69,7 +69,7 @@ def check_run(trainer: L.Trainer, items: int) -> None:
 
     Args:
         trainer: with its loggers.
-        items: training steps of a rollout on each process.
+        items: training steps of a rollout on each process; 0 where nothing is trained.
 
     Raises:
         ValueError: if optimizer steps do not fill a rollout, or the run would have no folder of its own.
@@ -80,7 +80,7 @@ def check_run(trainer: L.Trainer, items: int) -> None:
             f"trainer.logger begins with {type(first).__name__}, which gives all runs one folder: put CSVLogger before it."
         )
     steps = trainer.accumulate_grad_batches
-    if items % steps:
+    if items and items % steps:
         below = max(d for d in range(1, min(steps, items) + 1) if items % d == 0)
         raise ValueError(
             f"trainer.accumulate_grad_batches {steps} does not divide the {items} training steps of a rollout on each "

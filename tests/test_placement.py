@@ -1,5 +1,6 @@
 """Where frozen models are: rewards on their devices, off them between batches, encoders and VAE only while they work."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +232,7 @@ def test_the_vae_is_on_the_device_while_it_works(offload, monkeypatch):
     vae.to = lambda device: (seen.to(device), vae)[1]
     latents = torch.zeros(1, *policy.latent_shape)
     monkeypatch.setattr(Policy, "device", FAR)
+    monkeypatch.setattr(Policy, "_no_autocast", lambda self: nullcontext())  # which the far device does not know
     policy.float()  # moving the policy moves no helper
     assert not seen.seen
     policy.decode(latents)

@@ -13,6 +13,7 @@ from integration.tiny import config
 from PIL import Image
 
 from recast_lightning.cli import main
+from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.proposals import FolderProposals
@@ -76,7 +77,7 @@ def test_a_policy_of_pickles_is_refused(tmp_path):
     shutil.copytree(ROOT / "recast_lightning/signboard/weights/base", tmp_path / "base")
     weights = tmp_path / "base/transformer/diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(UserError, match="safetensors"):
         Policy(path=str(tmp_path / "base")).load()
 
 

@@ -221,8 +221,7 @@ class Policy(nn.Module):
 
     def encode_prompts(self, texts: Sequence[str]) -> Condition:
         """Encoded prompts, on the transformer's device."""
-        with self._no_autocast():
-            condition: Condition = self._helpers["encoder"].encode(texts, self.device)
+        condition: Condition = self._helpers["encoder"].encode(texts, self.device)
         return condition
 
     def encode_ahead(self, texts: Sequence[str], advance: Callable[[int], Any]) -> None:
@@ -242,7 +241,7 @@ class Policy(nn.Module):
         )
 
     def _no_autocast(self) -> AbstractContextManager[None]:
-        """Frozen helpers compute alike wherever they are called, inside autocast or not."""
+        """The VAE computes alike wherever it is called, inside autocast or not."""
         return torch.autocast(self.device.type, enabled=False)
 
     @contextmanager

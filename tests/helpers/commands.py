@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import yaml
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str, preexec_fn: Callable[[], Any] | None = None, **environment: str) -> subprocess.Popen:
+def start(*arguments: str, **environment: str) -> subprocess.Popen:
     """`recast` with arguments, in a session of its own, ready to be signalled."""
     everything = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **environment}
     return subprocess.Popen(
         [sys.executable, "-m", "recast_lightning", *arguments],
         env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=preexec_fn,
     )  # fmt: skip
 
 
@@ -41,9 +39,13 @@ def kill(process: subprocess.Popen) -> None:
 
 def with_killer(file: Path, target: str, call: int, number: int = signal.SIGKILL, rank: int = -1) -> Path:
     """A copy of a configuration whose run gets a signal just before the `call`-th call of `target`."""
+    return with_callback(file, "helpers.killer.KillAt", target=target, call=call, number=int(number), rank=rank)
+
+
+def with_callback(file: Path, class_path: str, **options: Any) -> Path:
+    """A copy of a configuration with one callback more, which comes first."""
     text = yaml.safe_load(file.read_text())
-    options: dict[str, Any] = {"target": target, "call": call, "number": int(number), "rank": rank}
-    text["trainer"]["callbacks"].insert(0, {"class_path": "helpers.killer.KillAt", "init_args": options})
-    deadly = file.with_name("deadly.yaml")
-    deadly.write_text(yaml.safe_dump(text))
-    return deadly
+    text["trainer"]["callbacks"].insert(0, {"class_path": class_path, "init_args": options})
+    other = file.with_name("with-callback.yaml")
+    other.write_text(yaml.safe_dump(text))
+    return other

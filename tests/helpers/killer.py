@@ -1,7 +1,8 @@
-"""A callback that ends its own process at a chosen call, as a power cut or a scheduler would."""
+"""Callbacks that do to their own process what power cuts, schedulers and full disks do."""
 
 import importlib
 import os
+import resource
 import signal
 from typing import Any
 
@@ -43,3 +44,13 @@ class KillAt(L.Callback):
             return original(*args, **kwargs)
 
         setattr(owner, parts[-1], counted)
+
+
+class FillDisk(L.Callback):
+    """Lets no file grow beyond a limit, in bytes, once the first training step is done."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))

@@ -93,7 +93,7 @@ CASES = {
         "begins with WandbLogger",
     ),
     "checkpoint cadence": (
-        {"trainer__callbacks__5__init_args": {"every_n_train_steps": 1, "every_n_epochs": 1}}, "mutually exclusive",
+        {"trainer__callbacks__4__init_args": {"every_n_rollouts": 0}}, "every_n_rollouts must be at least 1, got 0",
     ),
     # policy
     "missing policy path": ({POLICY + "path": "./nowhere"}, "'./nowhere' does not exist"),

@@ -24,6 +24,7 @@ from recast_lightning.stages import Stage
 
 CLIP = {"clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}}
 SMALL = {
+    "keep_steps": True,
     "model__rewards": CLIP,
     "model__stages": [{"name": "only", "rollouts": 2, "budgets": {"clip": 1}, "credit": "static"}],
     "trainer__num_sanity_val_steps": 0,
@@ -84,7 +85,7 @@ def column(run, name):
 
 def states(run, step):
     """Adapters and AdamW's state after a step."""
-    checkpoint = torch.load(next((run / "checkpoints").glob(f"*step={step}.ckpt")), weights_only=True)
+    checkpoint = torch.load(run / f"checkpoints/step={step}.ckpt", weights_only=True)
     return checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]
 
 
@@ -103,7 +104,7 @@ def test_a_bad_number_stops_the_run_before_the_optimizer(tmp_path, monkeypatch, 
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("recast: error: ")]
     assert len(error) == 1
     assert all(part in error[0] for part in expected)
-    assert [file.name for file in (newest_run(tmp_path) / "checkpoints").glob("*step*")] == ["epoch=0-step=1.ckpt"]
+    assert [file.name for file in (newest_run(tmp_path) / "checkpoints").glob("step=*")] == ["step=1.ckpt"]
 
 
 def test_a_bad_sample_stops_the_run_with_its_prompt(tmp_path, monkeypatch, capsys):
@@ -125,7 +126,7 @@ def test_skip_leaves_out_the_step_and_the_image_and_goes_on(tmp_path, monkeypatc
     assert [sentence.split(": ")[1].split(" is ")[0] for sentence in said if "Rollout" in sentence] == [
         "NaN or inf in the loss", "NaN or inf in the latents of a sample",
     ]  # fmt: skip
-    assert column(run, "train/skipped_steps") == [1, 0]
+    assert column(run, "train/skipped_steps") == [0, 1, 0, 0]
     assert column(run, "rollout/nonfinite_images") == [0, 1]
     assert column(run, "reward/clip/failed") == [0, 1]
     (before, state), (after, same), (later, _) = (states(run, step) for step in (1, 2, 3))
@@ -162,17 +163,17 @@ def test_what_one_process_sees_all_do(tmp_path, action):
                   model__on_nonfinite=action, **SMALL)  # fmt: skip
     (tmp_path / "poisoned.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, str(tmp_path / "poisoned.py"), "fit", "--config", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     run = newest_run(tmp_path)
     if action == "stop":
         assert done.returncode == 2, done.stderr[-2000:]
         assert "recast: error: Rollout 1, micro-batch 2" in done.stderr
         assert "Traceback" not in done.stderr
-        assert not list((run / "checkpoints").glob("*step=2.ckpt"))
+        assert not (run / "checkpoints/step=2.ckpt").exists()
     else:
         assert done.returncode == 0, done.stderr[-2000:]
-        assert column(run, "train/skipped_steps") == [1, 0]
+        assert column(run, "train/skipped_steps") == [0, 1, 0, 0]
         (before, _), (after, _), (later, _) = (states(run, step) for step in (1, 2, 3))
         assert all(torch.equal(before[k], after[k]) for k in before)
         assert all(value.isfinite().all() for value in later.values())

@@ -185,6 +185,7 @@ def test_the_saved_lora_draws_the_same_picture_in_diffusers(ocr):
     place, _, run = ocr
     arguments = [*place.config("ocr"), "--ckpt_path", str(run / "checkpoints/last.ckpt")]
     options = ["--model.policy.init_args.solver", "euler", "--model.policy.init_args.dtype", "float32"]
+    options += ["--model.policy.init_args.embedding_folder", str(place.folder / "float32")]
     main(["predict", *arguments, *options, "--trainer.precision", "32-true"])
     folder = newest_run(place.folder) / "predictions"
     row = json.loads((folder / "metadata.jsonl").read_text().splitlines()[0])

@@ -10,8 +10,11 @@ from recast_lightning.cli import main
 ROOT = Path(__file__).parents[2]
 
 
-def config(folder: Path, **changes) -> Path:
-    """Write the demo's configuration cut down; `changes` are dotted paths with `__` for the dots."""
+def config(folder: Path, *, keep_steps: bool = False, **changes) -> Path:
+    """Write the demo's configuration cut down; `changes` are dotted paths with `__` for the dots.
+
+    With `keep_steps`, there is `checkpoints/step=<n>.ckpt` of each optimizer step.
+    """
     text = yaml.safe_load((ROOT / "configs/signboard/demo.yaml").read_text())
     text["model"]["policy"]["init_args"] |= {"num_steps": 3, "lora_rank": 4}
     text["model"] |= {
