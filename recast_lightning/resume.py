@@ -56,8 +56,8 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
     weights = (torch.load(str(module.trainer.ckpt_path), weights_only=True) if taken else checkpoint)["state_dict"]
     check_adapters(module, weights)
     state, changes = checkpoint["recast"], []
-    done, length = position(checkpoint)
-    if module.trainer.state.fn == "fit":
+    fitting, (done, length) = module.trainer.state.fn == "fit", position(checkpoint)
+    if fitting:
         changes = check_settings(state["settings"], read_settings(module), within_rollout=done > 0)
         module.trainer.num_sanity_val_steps = 0  # it evaluates the base, and this is no longer the base
     module.synced_rollout, module.logged_rollout = state["synced_rollout"], state["logged_rollout"]
@@ -70,7 +70,8 @@ def restore(module: RecastModule, checkpoint: dict[str, Any]) -> str:
     credit = "no W yet"
     if module.credit is not None and module.credit_stage < len(module.stages):
         stage, (rewards, levels) = module.stages[module.credit_stage], module.credit.weights.shape
-        check_credit(module.credit, stage)
+        if fitting:
+            check_credit(module.credit, stage)
         credit = f"W of stage {stage.name!r} ({rewards} rewards × {levels} levels)"
     said = f"{len(weights)} adapter tensors, optimizer step {checkpoint['global_step']}, {where}, {credit}"
     return said + "".join(f"; now {change}" for change in changes)

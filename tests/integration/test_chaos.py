@@ -11,7 +11,7 @@ from integration.tiny import config, fit, newest_run
 KILLS = 30
 LONG = {
     "data__group_size": 4, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2,
-    "model__stages__0__rollouts": 6, "model__stages__1__rollouts": 6,
+    "model__stages__0__rollouts": 10, "model__stages__1__rollouts": 10,
 }  # fmt: skip
 
 
@@ -23,7 +23,7 @@ def test_thirty_kills_at_random_moments_change_nothing(tmp_path):
     for _ in range(KILLS):
         process = start("fit", "--config", str(file), "--ckpt_path", "last")
         wait_for_writings(tmp_path / "chaos", chance.choice([0, 1, 1, 2, 2, 3]), process)
-        time.sleep(0.3 * chance.random())
+        time.sleep(0.2 * chance.random())
         assert process.poll() is None, "the run ended before all kills"
         kill(process)
         finish(process)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from helpers.commands import finish, start, with_killer
+from helpers.commands import finish, start, with_callback, with_killer
 from helpers.same_run import assert_same_run
 from integration.tiny import config, fit, newest_run
 
@@ -153,11 +153,9 @@ def test_the_configuration_s_learning_rate_holds_over_the_checkpoint_s(within, t
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path):
-    """No file may grow beyond what a checkpoint without AdamW's state takes, so the second one fails."""
-    file = config(tmp_path, **SMALL)
-    code, _, errors = finish(
-        start("fit", "--config", str(file), preexec_fn=lambda: setrlimit(RLIMIT_FSIZE, [LIMIT] * 2))
-    )
+    """After the first step, no file may grow as large as a checkpoint."""
+    file = with_callback(config(tmp_path, **SMALL), "helpers.killer.FillDisk", limit=300_000)
+    code, _, errors = finish(start("fit", "--config", str(file)))
     assert code == 2, errors[-3000:]
     assert errors.splitlines()[-1].startswith("recast: error: The checkpoint ")
     assert "could not be written (File too large); the one before it is whole" in errors

@@ -42,10 +42,8 @@ def config(folder: Path, *, keep_steps: bool = False, **changes) -> Path:
     text["trainer"]["logger"] = [logger]
     text["trainer"]["callbacks"][0]["init_args"] |= {"num_prompts": 4, "levels": None}
     text["trainer"]["callbacks"][-1]["init_args"] = {"every_n_rollouts": 1, "keep": -1}
-    each = {"every_n_train_steps": 1, "save_top_k": -1}  # of each optimizer step, for tests that go on from it
-    text["trainer"]["callbacks"].append(
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": each}
-    )
+    if keep_steps:
+        text["trainer"]["callbacks"].append({"class_path": "helpers.keep_steps.KeepSteps"})
     for path, value in changes.items():
         *parents, last = path.split("__")
         node = text
