@@ -53,13 +53,18 @@ class RolloutCheckpoint(Checkpoint):
         if stage == "fit":
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
             pl_module.safe_point = lambda: self.interruption.check(trainer)
+            self.interruption.catch_slurm()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Leave signals as they were."""
         self.interruption.release()
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Likewise, where there will be no teardown."""
+        self.interruption.release()
+
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Handle signals from here on (Lightning has just installed its own handlers)."""
+        """Handle signals from here on."""
         self.interruption.catch()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

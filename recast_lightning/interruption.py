@@ -25,9 +25,18 @@ class Interruption:
         self.number = 0
         self._before: dict[int, Any] = {}
 
+    def catch_slurm(self) -> None:
+        """Handle SIGUSR1 in a SLURM job: Lightning leaves alone what is handled already."""
+        if "SLURM_JOB_ID" in os.environ:
+            self._catch(signal.SIGUSR1)
+
     def catch(self) -> None:
-        """Handle SIGTERM, SIGINT and, in a SLURM job, SIGUSR1."""
-        for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGUSR1,) if "SLURM_JOB_ID" in os.environ else ())):
+        """Handle SIGTERM and SIGINT, too: Lightning has set its own handlers by now."""
+        self.catch_slurm()
+        self._catch(signal.SIGTERM, signal.SIGINT)
+
+    def _catch(self, *numbers: int) -> None:
+        for number in numbers:
             if signal.getsignal(number) != self._note:
                 self._before.setdefault(number, signal.getsignal(number))
                 signal.signal(number, self._note)

@@ -41,12 +41,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_equal(one: Any, other: Any, where: str) -> None:
+    one, other = (list(value) if isinstance(value, tuple) else value for value in (one, other))
     assert type(one) is type(other), where
     if isinstance(one, dict):
         assert one.keys() == other.keys(), where
         for key in one:
             assert_equal(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list | tuple):
+    elif isinstance(one, list):
         assert len(one) == len(other), where
         for i, pair in enumerate(zip(one, other, strict=True)):
             assert_equal(*pair, f"{where}[{i}]")

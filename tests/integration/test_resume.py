@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from integration.tiny import config, fit, newest_run
 from recast_lightning.cli import main
 
 SMALL = {"data__group_size": 2, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
-DOUBLE = {**SMALL, "model__micro_batch_size": 1, "trainer__devices": 2, "trainer__strategy": "ddp"}
+DOUBLE = {**SMALL, "model__micro_batch_size": 1, "trainer__devices": 2}
+FSDP2 = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+STRATEGIES = {
+    "ddp": "ddp",
+    "fsdp2": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": FSDP2},
+}
 MODULE = "recast_lightning.module.RecastModule"
 POINTS = {
     "in the base evaluation": (f"{MODULE}.validation_step", 2),
@@ -83,19 +89,42 @@ def test_slurm_s_warning_requeues_the_job(straight, tmp_path):
     assert_same_run(straight, resumed(file))
 
 
+@pytest.fixture(scope="module")
+def doubles(tmp_path_factory):
+    """An uninterrupted run of two processes under each strategy, made when first asked for."""
+
+    @cache
+    def run(strategy):
+        file = config(tmp_path_factory.mktemp(strategy), **DOUBLE, trainer__strategy=STRATEGIES[strategy])
+        code, _, errors = finish(start("fit", "--config", str(file)))
+        assert code == 0, errors[-3000:]
+        return newest_run(file.parent)
+
+    return run
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("point", ["in the profile", "within an accumulation", "in an evaluation"])
+def test_two_killed_processes_end_the_same(doubles, tmp_path, strategy, point):
+    file = config(tmp_path, **DOUBLE, trainer__strategy=STRATEGIES[strategy])
+    target, call = POINTS[point]
+    code, _, errors = finish(start("fit", "--config", str(with_killer(file, target, call))))
+    assert code == -signal.SIGKILL, errors[-3000:]
+    assert_same_run(doubles(strategy), resumed(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("point", ["within an accumulation", "in an evaluation"])
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_place(tmp_path, point):
-    alone = fit(tmp_path / "straight", **SMALL)
-    file = config(tmp_path / "stopped", **DOUBLE)
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_place(straight, doubles, tmp_path, strategy, point):
+    file = config(tmp_path, **DOUBLE, trainer__strategy=STRATEGIES[strategy])
     deadly = with_killer(file, *POINTS[point], number=signal.SIGTERM, rank=1)
     code, _, errors = finish(start("fit", "--config", str(deadly)))
     assert code == 128 + signal.SIGTERM, errors[-3000:]
     again = resumed(file)
-    code, _, errors = finish(start("fit", "--config", str(config(tmp_path / "double", **DOUBLE))))
-    assert code == 0, errors[-3000:]
-    assert_same_run(newest_run(tmp_path / "double"), again)
-    one, two = (torch.load(r / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for r in (alone, again))
+    assert_same_run(doubles(strategy), again)
+    one, two = (torch.load(r / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for r in (straight, again))
     for key in one:
         torch.testing.assert_close(one[key], two[key], atol=1e-5, rtol=0)
 
