@@ -90,6 +90,10 @@ class RolloutCheckpoint(Checkpoint):
         """Keep a W that was just built: its profile is dear."""
         assert isinstance(pl_module, RecastModule)
         if pl_module.current_credit() is not self._saved_credit:
+            loop = trainer.fit_loop.epoch_loop  # about to do this itself; else a resume takes the rollout for done
+            loop.batch_progress.reset_on_run()
+            loop.scheduler_progress.reset_on_run()
+            loop.automatic_optimization.optim_progress.reset_on_run()
             self._save(trainer, pl_module)
 
     def on_train_batch_end(

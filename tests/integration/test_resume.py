@@ -25,6 +25,7 @@ POINTS = {
     "in the base evaluation": (f"{MODULE}.validation_step", 2),
     "in the profile": ("recast_lightning.policy.Policy.forward", 24),
     "while a rollout is drawn": (f"{MODULE}.collect", 1),
+    "as the next stage begins": (f"{MODULE}.collect", 3),
     "within an accumulation": (f"{MODULE}.training_step", 4),
     "at an optimizer step": (f"{MODULE}.on_before_optimizer_step", 5),
     "in an evaluation": (f"{MODULE}.validation_step", 4),
