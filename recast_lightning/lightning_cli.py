@@ -188,7 +188,7 @@ class RecastCLI(LightningCLI):
             if checkpoint is not None and not Path(checkpoint).is_file():
                 raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
             if checkpoint is not None:
-                check_checkpoint(checkpoint, self.model.policy)
+                check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
             if self.subcommand == "doctor":
                 return  # finds all faults, not the first
             check_strategy(self.trainer)

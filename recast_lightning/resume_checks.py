@@ -15,8 +15,8 @@ from recast_lightning.policy.files import weight_shapes
 _PREFIX = "policy.transformer."
 
 
-def check_checkpoint(path: str, policy: Policy) -> None:
-    """Read a checkpoint and compare it with the policy's options.
+def check_checkpoint(path: str, policy: Policy, *, training: bool) -> None:
+    """Read a checkpoint and compare it with the policy's options; pictures may be drawn at other steps than in training.
 
     Raises:
         ValueError: if it cannot be read, is none of ours, or is of another policy; naming what differs.
@@ -25,8 +25,8 @@ def check_checkpoint(path: str, policy: Policy) -> None:
     rank = next((len(w) for k, w in state["state_dict"].items() if ".lora_A." in k), None)
     if rank is not None and rank != policy.lora_rank:
         raise ValueError(f"{path} has adapters of rank {rank}, but lora_rank is {policy.lora_rank}.")
-    levels = state["recast"].get("credit", {}).get("weights")
-    if levels is not None and levels.shape[1] != policy.num_steps:
+    levels = (state["recast"]["credit"] or {}).get("weights")
+    if training and levels is not None and levels.shape[1] != policy.num_steps:
         raise ValueError(f"{path} was trained at {levels.shape[1]} levels, but num_steps is {policy.num_steps}.")
     shapes = {k.partition(".lora_A.")[0]: w.shape[1] for k, w in state["state_dict"].items() if ".lora_A." in k}
     adapted = {key.removeprefix(_PREFIX): size for key, size in shapes.items()}
