@@ -107,8 +107,10 @@ class RolloutCheckpoint(Checkpoint):
         pl_module.safe_point()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save; keep some under their own name."""
+        """Save, if the rollout was trained on as a whole (`max_steps` can end it before); keep some under their own name."""
         assert isinstance(pl_module, RecastModule)
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
+            return
         self._save(trainer, pl_module)
         done = trainer.current_epoch + 1
         if done % self.every_n_rollouts == 0 and self.keep and trainer.is_global_zero:

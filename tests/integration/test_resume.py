@@ -1,6 +1,7 @@
 """Killed or stopped at any point and resumed by the same command, a run ends as if nothing had happened, to the bit."""
 
 import errno
+import json
 import os
 import signal
 from functools import cache
@@ -67,11 +68,11 @@ def test_killed_anywhere_it_ends_the_same(straight, tmp_path, point):
     ],
 )  # fmt: skip
 def test_a_signal_stops_it_cleanly_and_loses_nothing(straight, tmp_path, point):
-    file = config(tmp_path, **SMALL)
-    code, _, errors = finish(start("fit", "--config", str(with_killer(file, *POINTS[point], number=signal.SIGTERM))))
-    assert code == 128 + signal.SIGTERM, errors[-3000:]
+    file, number = config(tmp_path, **SMALL), signal.SIGINT if point == "while a rollout is drawn" else signal.SIGTERM
+    code, _, errors = finish(start("fit", "--config", str(with_killer(file, *POINTS[point], number=number))))
+    assert code == 128 + number, errors[-3000:]
     assert errors.splitlines()[-1] == (
-        "recast: stopped by SIGTERM; the same command with --ckpt_path last goes on from here."
+        f"recast: stopped by {number.name}; the same command with --ckpt_path last goes on from here."
     )
     assert_same_run(straight, resumed(file))
 
@@ -139,6 +140,40 @@ def test_resuming_starts_afresh_where_there_is_nothing_and_leaves_other_runs_alo
     assert fit(tmp_path, "--ckpt_path", "last", **SMALL) == second
     assert {p: p.read_bytes() for p in first.rglob("*") if p.is_file()} == before
     assert_same_run(straight, second)
+
+
+@pytest.mark.slow
+def test_a_run_that_max_steps_ended_within_a_rollout_goes_on(straight, tmp_path):
+    fit(tmp_path, "--trainer.max_steps", "4", **SMALL)
+    assert_same_run(straight, fit(tmp_path, "--ckpt_path", "last", **SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 6])
+def test_cadence_is_in_rollouts_however_many_steps_they_have(tmp_path, accumulate):
+    changes = {"trainer__accumulate_grad_batches": accumulate, "trainer__check_val_every_n_epoch": 2}
+    run = fit(tmp_path, **{**SMALL, **changes, "trainer__callbacks__4__init_args": {"every_n_rollouts": 2}})
+    evaluations = [json.loads(line)["rollout"] for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert evaluations == [0, 2]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["last.ckpt", "rollout-0002.ckpt"]
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 18 // accumulate
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_with_the_same_run(tmp_path):
+    loggers = [
+        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run"}},
+        {
+            "class_path": "lightning.pytorch.loggers.WandbLogger",
+            "init_args": {"save_dir": str(tmp_path), "project": "test", "offline": True},
+        },
+    ]
+    changes = {**SMALL, "trainer__logger": loggers}
+    fit(tmp_path, "--trainer.max_epochs", "1", **changes)
+    fit(tmp_path, "--ckpt_path", "last", **changes)
+    names = [folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(names) == 2
+    assert len(set(names)) == 1
 
 
 CONFLICTS = {
