@@ -90,8 +90,9 @@ class RolloutCheckpoint(Checkpoint):
         """Keep a W that was just built: its profile is dear."""
         assert isinstance(pl_module, RecastModule)
         if pl_module.current_credit() is not self._saved_credit:
-            loop = trainer.fit_loop.epoch_loop  # about to do this itself; else a resume takes the rollout for done
-            loop.batch_progress.reset_on_run()
+            loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+            epochs.ready = epochs.completed + 1  # after a restart it is not, and the next one would count wrongly
+            loop.batch_progress.reset_on_run()  # about to happen anyway; else a restart takes the rollout for done
             loop.scheduler_progress.reset_on_run()
             loop.automatic_optimization.optim_progress.reset_on_run()
             self._save(trainer, pl_module)

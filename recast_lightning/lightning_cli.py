@@ -87,6 +87,7 @@ class RecastCLI(LightningCLI):
             "overridden `transfer_batch_to_device`",
             "The dirpath has changed",
             "infer the batch indices",
+            "Previous log files in this directory",
         )
         for noise in known:
             warnings.filterwarnings("ignore", f".*{noise}.*")

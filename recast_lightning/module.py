@@ -154,6 +154,11 @@ class RecastModule(StagedModule):
         """Training steps in an epoch of this process: micro-batches × levels."""
         return self.items_of(self.data, self.trainer.world_size)
 
+    @property
+    def images_per_step(self) -> int:
+        """Images of a training step over all processes."""
+        return self.micro_batch_size * self.trainer.world_size
+
     def items_of(self, data: PromptDataModule, world_size: int) -> int:
         """See `items_per_rollout`."""
         samples = data.prompts_per_rollout // world_size * data.group_size

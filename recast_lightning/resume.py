@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
 ROLLOUT = (
-    "model.seed", "model.micro_batch_size", "model.timestep_fraction", "data.sources", "data.prompts_per_rollout",
-    "data.group_size", "trainer.accumulate_grad_batches", "trainer.world_size",
+    "model.seed", "model.images_per_step", "model.timestep_fraction", "data.sources", "data.prompts_per_rollout",
+    "data.group_size", "trainer.accumulate_grad_batches",
 )  # fmt: skip
 FREE = (
     "model.beta", "model.kl_weight", "model.advantage_clip", "model.advantage_std", "model.aggregation",

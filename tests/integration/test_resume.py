@@ -60,6 +60,17 @@ def test_killed_anywhere_it_ends_the_same(straight, tmp_path, point):
     assert_same_run(straight, resumed(file))
 
 
+@pytest.mark.slow
+def test_killed_again_and_again_at_one_place_it_ends_the_same(straight, tmp_path):
+    """Found by random kills: Lightning counts epochs differently after the second start of one."""
+    file = config(tmp_path, **SMALL)
+    for target, call in (("collect", 2), ("collect", 1), ("collect", 1), ("training_step", 3), ("training_step", 3)):
+        deadly = with_killer(file, f"{MODULE}.{target}", call)
+        code, _, errors = finish(start("fit", "--config", str(deadly), "--ckpt_path", "last"))
+        assert code == -signal.SIGKILL, errors[-3000:]
+    assert_same_run(straight, resumed(file))
+
+
 @pytest.mark.parametrize(
     "point",
     [
