@@ -78,6 +78,7 @@ def test_profile_alone_is_the_one_that_a_run_begins_with(run, tmp_path, capsys):
     assert not list(tmp_path.rglob("unfinished/*"))
 
 
+@pytest.mark.slow
 def test_profile_takes_a_checkpoint_and_any_rewards_and_two_processes(run, tmp_path):
     checkpoint = str(run / "checkpoints/last.ckpt")
     profiles = []

@@ -206,6 +206,7 @@ def test_the_saved_lora_draws_the_same_picture_in_diffusers(ocr):
     torch.testing.assert_close(draw(), ours, atol=1.1 / 255, rtol=0)
 
 
+@pytest.mark.slow
 def test_validate_and_doctor_take_the_files_as_they_are(ocr, capsys):
     place, _, run = ocr
     main(["validate", *place.config("ocr"), "--ckpt_path", str(run / "checkpoints/last.ckpt")])
