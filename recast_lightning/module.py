@@ -22,15 +22,7 @@ from recast_lightning.policy import Policy
 from recast_lightning.ranges import TRAINING, check_ranges
 from recast_lightning.resume import dump, restore
 from recast_lightning.rewards import RewardModel
-from recast_lightning.rollout import (
-    RolloutBuffer,
-    Sample,
-    TrainItem,
-    check_failures,
-    check_sizes,
-    plan_samples,
-    rollout_metrics,
-)
+from recast_lightning.rollout import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples, rollout_metrics
 from recast_lightning.seeds import generator
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.staged import StagedModule
@@ -154,11 +146,6 @@ class RecastModule(StagedModule):
         """Training steps in an epoch of this process: micro-batches × levels."""
         return self.items_of(self.data, self.trainer.world_size)
 
-    @property
-    def images_per_step(self) -> int:
-        """Images of a training step over all processes."""
-        return self.micro_batch_size * self.trainer.world_size
-
     def items_of(self, data: PromptDataModule, world_size: int) -> int:
         """See `items_per_rollout`."""
         samples = data.prompts_per_rollout // world_size * data.group_size
@@ -200,7 +187,7 @@ class RecastModule(StagedModule):
             self.logged_rollout = rollout
             self.step_means.start()
             self.log_rollout(self.rollout_metrics)
-        check_failures(trained, self.rollout_metrics, total, self.failure_share)
+        self.refuse_failures(trained, self.rollout_metrics, total, self.failure_share)
         return RolloutBuffer(samples, latents, texts, optimality)
 
     def _update_old(self, rollout: int) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
 ROLLOUT = (
-    "model.seed", "model.images_per_step", "model.timestep_fraction", "data.sources", "data.prompts_per_rollout",
-    "data.group_size", "trainer.accumulate_grad_batches",
+    "model.seed", "model.timestep_fraction", "data.train", "data.prompts_per_rollout", "data.group_size",
+    "trainer.accumulate_grad_batches", "micro_batch_size × processes",
 )  # fmt: skip
 FREE = (
     "model.beta", "model.kl_weight", "model.advantage_clip", "model.advantage_std", "model.aggregation",
@@ -94,9 +94,15 @@ def check_adapters(module: RecastModule, weights: Mapping[str, Tensor]) -> None:
 
 def read_settings(module: RecastModule) -> dict[str, Any]:
     """The settings that a checkpoint keeps."""
-    owners = {"model": module, "policy": module.policy, "data": module.data, "trainer": module.trainer}
-    named = (name.split(".") for name in (*MODEL, *ROLLOUT, *FREE))
-    return {f"{owner}.{key}": getattr(owners[owner], key) for owner, key in named}
+    owners = {"model": module, "policy": module.policy, "trainer": module.trainer, "data": module.data}
+    settings = {
+        "data.train": module.data.sources["train"],
+        "micro_batch_size × processes": module.micro_batch_size * module.trainer.world_size,
+    }
+    for name in (*MODEL, *ROLLOUT, *FREE):
+        owner, _, key = name.partition(".")
+        settings |= {} if name in settings else {name: getattr(owners[owner], key)}
+    return settings
 
 
 def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], within_rollout: bool) -> list[str]:

@@ -21,7 +21,7 @@ from recast_lightning.numerics import FiniteCheck, OnNonfinite, gather_values, w
 from recast_lightning.policy import Adapter, Policy
 from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import RewardModel
-from recast_lightning.rollout import Sample, constant_rewards
+from recast_lightning.rollout import Sample, check_failures, constant_rewards
 from recast_lightning.scoring import ScoringPool
 from recast_lightning.seeds import noise as keyed_noise
 from recast_lightning.trainer import progress_of
@@ -175,6 +175,10 @@ class SamplingModule(L.LightningModule):
         """Hand a rollout's numbers to the loggers."""
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=self.global_step)
+
+    def refuse_failures(self, trained: list[str], metrics: dict[str, float], images: int, failure_share: float) -> None:
+        """See `rollout.check_failures`."""
+        check_failures(trained, metrics, images, failure_share)
 
     def warn_of_constants(self, names: list[str], rewards: Tensor, rollout: int) -> None:
         """Name the rewards that cannot tell any of the images of a rollout apart, each once; scores are [N, R]."""
