@@ -40,6 +40,8 @@ def _explained(lines: list[str], where: list[str], owner: Any, sections: dict[st
         return _of_union(rest, where, owner, sections)
     if option := re.fullmatch(r"(?:Subcommand '.+' does not accept option|Option) '(.+?)'(?: is not accepted)?", head):
         return _unknown_option(option[1], place, owner, sections)
+    if argument := re.fullmatch(r"unrecognized arguments: --([\w.]+).*", head):
+        return _unknown_option(argument[1], place, owner, sections)
     if missing := re.fullmatch(r"module '(.+)' has no attribute '(.+)'", head):
         return f"{place}: there is no {missing[2]!r} in {missing[1]}{suggestion(missing[2], _names(missing[1]))}"
     if name := re.fullmatch(r"Expected a dot import path string: (.+)", head):

@@ -269,3 +269,18 @@ def test_help_is_there(arguments, capsys):
         main(arguments)
     assert stop.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--model.betta", "did you mean beta?"),
+        ("--trainer.stragety", "did you mean strategy?"),
+        ("--foo", "no option 'foo'"),
+    ],
+)
+def test_a_misspelt_option_of_the_command_line_is_named(tmp_path, capsys, argument, expected):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "--config", str(config(tmp_path)), argument, "3"])
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err
