@@ -30,6 +30,7 @@ from recast_lightning.report.record import read_run
 from recast_lightning.resume_checks import check_checkpoint
 from recast_lightning.sentences import explained
 from recast_lightning.strategies import check_strategy, check_strategy_name
+from recast_lightning.trainer import run_folder
 from recast_lightning.trainer_checks import check_run, check_trainer
 
 _C = TypeVar("_C")
@@ -56,9 +57,10 @@ class SaveRunConfig(SaveConfigCallback):
         """Write it, if there is a logger whose folder it belongs to, and which W&B run belongs to it."""
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
+            folder = run_folder(trainer)  # asked for by every process
             for logger in trainer.loggers:
-                if trainer.is_global_zero and isinstance(logger, WandbLogger) and logger.version:
-                    history.note_wandb_run(Path(str(trainer.log_dir)), logger.version)
+                if folder and trainer.is_global_zero and isinstance(logger, WandbLogger) and logger.version:
+                    history.note_wandb_run(folder, logger.version)
 
 
 class RecastCLI(LightningCLI):
