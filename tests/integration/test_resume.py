@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.commands import finish, start, with_callback, with_killer
 from helpers.same_run import assert_same_run
-from integration.tiny import config, fit, newest_run
+from integration.tiny import config, fit, newest_run, with_wandb
 
 from recast_lightning.cli import main
 
@@ -172,14 +172,7 @@ def test_cadence_is_in_rollouts_however_many_steps_they_have(tmp_path, accumulat
 
 @pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(tmp_path):
-    loggers = [
-        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run"}},
-        {
-            "class_path": "lightning.pytorch.loggers.WandbLogger",
-            "init_args": {"save_dir": str(tmp_path), "project": "test", "offline": True},
-        },
-    ]
-    changes = {**SMALL, "trainer__logger": loggers}
+    changes = {**SMALL, "trainer__logger": with_wandb(tmp_path)}
     fit(tmp_path, "--trainer.max_epochs", "1", **changes)
     fit(tmp_path, "--ckpt_path", "last", **changes)
     names = [folder.name.rpartition("-")[2] for folder in (tmp_path / "wandb").glob("offline-run-*")]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from helpers.same_run import assert_same_run
-from integration.tiny import ROOT, adapters, config, fit, newest_run
+from integration.tiny import ROOT, adapters, config, fit, newest_run, with_wandb
 
 from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
@@ -77,7 +77,8 @@ def test_going_on_from_a_kept_checkpoint_gives_the_whole_run_in_a_new_folder(run
 
 def test_two_processes_give_the_single_process_adapter(run, tmp_path):
     """Through gloo: same prompts, noise, statistics and steps; half the micro-batch on each."""
-    file = config(tmp_path, model__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp")
+    changes = {"model__micro_batch_size": 2, "trainer__devices": 2, "trainer__strategy": "ddp"}
+    file = config(tmp_path, trainer__logger=with_wandb(tmp_path), **changes)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "recast_lightning", "fit", "--config", str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
@@ -120,16 +121,9 @@ def test_a_checkpoint_of_another_adapter_is_refused(run, tmp_path, change):
 
 def test_a_saved_profile_is_reused_and_wandb_records_offline(run, tmp_path):
     saved = run / "stages/1-warmup/profile.safetensors"
-    loggers = [
-        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run"}},
-        {
-            "class_path": "lightning.pytorch.loggers.WandbLogger",
-            "init_args": {"save_dir": str(tmp_path), "project": "test", "offline": True},
-        },
-    ]
     again = fit(
         tmp_path, "--trainer.max_epochs", "1",
-        trainer__logger=loggers, trainer__callbacks__0__init_args__profile=str(saved),
+        trainer__logger=with_wandb(tmp_path), trainer__callbacks__0__init_args__profile=str(saved),
     )  # fmt: skip
     first, second = (CreditMatrix.load(r / "stages/1-warmup/credit") for r in (run, again))
     assert torch.equal(first.weights, second.weights)

@@ -68,3 +68,10 @@ def newest_run(folder: Path) -> Path:
 
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def with_wandb(folder):
+    """Loggers of a run in `folder`, W&B offline among them."""
+    csv = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder), "name": "run"}}
+    options = {"save_dir": str(folder), "project": "test", "offline": True}
+    return [csv, {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": options}]
