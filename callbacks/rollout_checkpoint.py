@@ -56,12 +56,14 @@ class RolloutCheckpoint(Checkpoint):
             self.interruption.catch_slurm()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Leave signals as they were."""
+        """Leave signals as they were, and the records of a run that was finished already."""
         self.interruption.release()
+        if trainer.is_global_zero:
+            history.put_metrics_back(self.folder.parent)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Likewise, where there will be no teardown."""
-        self.interruption.release()
+        self.teardown(trainer, pl_module, "fit")
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Handle signals from here on."""

@@ -33,6 +33,12 @@ def set_metrics_aside(run: Path) -> None:
         os.replace(run / METRICS, run / SET_ASIDE)
 
 
+def put_metrics_back(run: Path) -> None:
+    """Undo `set_metrics_aside`, where nothing was written in its place."""
+    if (run / SET_ASIDE).is_file() and not (run / METRICS).is_file():
+        os.replace(run / SET_ASIDE, run / METRICS)
+
+
 def note_wandb_run(run: Path, identity: str) -> None:
     """Write down which W&B run this one logs to."""
     (run / WANDB_RUN).write_text(identity)

@@ -68,6 +68,7 @@ class RecastCLI(LightningCLI):
 
     model: RecastModule
     datamodule: PromptDataModule
+    resumed_run: Path | None = None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -177,7 +178,7 @@ class RecastCLI(LightningCLI):
             for logger in loggers[1:]:
                 if "id" in logger.init_args:  # W&B's
                     logger.init_args.id = logger.init_args.id or history.wandb_run(run)
-            rank_zero_only(history.set_metrics_aside)(run)
+            self.resumed_run = run
 
     def instantiate_classes(self) -> None:
         """Build everything (nothing is loaded yet), then check it."""
@@ -208,6 +209,8 @@ class RecastCLI(LightningCLI):
                 )
 
         _checked(check)
+        if self.resumed_run is not None:
+            rank_zero_only(history.set_metrics_aside)(self.resumed_run)
 
     def _callbacks(self, kind: type[_C]) -> list[_C]:
         """The Trainer's callbacks of one kind."""

@@ -149,6 +149,7 @@ def test_resuming_starts_afresh_where_there_is_nothing_and_leaves_other_runs_alo
     second = fit(tmp_path, "--trainer.max_epochs", "1", **SMALL)
     assert (first.name, second.name) == ("version_0", "version_1")
     assert fit(tmp_path, "--ckpt_path", "last", **SMALL) == second
+    assert fit(tmp_path, "--ckpt_path", "last", **SMALL) == second  # finished already: nothing changes
     assert {p: p.read_bytes() for p in first.rglob("*") if p.is_file()} == before
     assert_same_run(straight, second)
 
