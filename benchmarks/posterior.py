@@ -29,7 +29,7 @@ from helpers.closed_forms import (
 from recast_lightning.credit import estimate_profile
 from recast_lightning.credit.curves import bootstrap_weights, estimate_curve
 from recast_lightning.credit.plan import make_plan
-from recast_lightning.flow import Step, posterior_grid, posterior_steps
+from recast_lightning.flow.posterior import Step, posterior_grid, posterior_steps
 
 WIDE = bump(2.0 / 8**0.5, 8.0**0.5, 8)
 # name: policy, reward, order

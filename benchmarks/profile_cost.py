@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from recast_lightning.credit.completions import Keeper, Rollouts
 from recast_lightning.credit.curves import bootstrap_weights, estimate_curve, interpolate
 from recast_lightning.credit.plan import make_plan
-from recast_lightning.credit.rollouts import Keeper, Rollouts
 from recast_lightning.policy import Policy
-from recast_lightning.proposals import RendererProposals
+from recast_lightning.proposals.renderer import RendererProposals
 from recast_lightning.rewards import OCR, ClipScore, GenEval, HPSv2, PickScore, SignboardDetector
 from recast_lightning.signboard.world import make_prompts
 

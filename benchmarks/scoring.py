@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from recast_lightning.policy import Policy
-from recast_lightning.prompts import Prompt
+from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import OCR, ClipScore
-from recast_lightning.scoring import ScoringPool
+from recast_lightning.rollout.scoring import ScoringPool
 from recast_lightning.seeds import noise
 from recast_lightning.signboard.world import make_prompts
 

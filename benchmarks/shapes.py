@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from recast_lightning.objective import nft_terms
+from recast_lightning.objective.nft_loss import nft_terms
 from recast_lightning.policy import Condition, Policy
 from recast_lightning.policy.adapters import Adapters
 

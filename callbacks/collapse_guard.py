@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from recast_lightning.errors import UserError
-from recast_lightning.module import RecastModule
+from recast_lightning.training.module import RecastModule
 
 
 class CollapseGuard(L.Callback):

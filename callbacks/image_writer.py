@@ -12,8 +12,8 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from recast_lightning.callbacks.run_report import to_pil
-from recast_lightning.module import RecastModule
-from recast_lightning.trainer import run_folder
+from recast_lightning.training.module import RecastModule
+from recast_lightning.training.trainer import run_folder
 
 
 class ImageWriter(BasePredictionWriter):

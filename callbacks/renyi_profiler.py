@@ -11,13 +11,13 @@ import torch
 from recast_lightning import report
 from recast_lightning.credit import CreditMatrix, Profile
 from recast_lightning.credit.plan import check_order, make_plan
-from recast_lightning.data import PromptDataModule
-from recast_lightning.module import RecastModule
-from recast_lightning.profiling import measure_profile
-from recast_lightning.proposals import Proposals
+from recast_lightning.credit.stages import Stage
+from recast_lightning.profiling.measure import measure_profile
+from recast_lightning.proposals.base import Proposals
 from recast_lightning.ranges import check_ranges
-from recast_lightning.stages import Stage
-from recast_lightning.trainer import run_folder
+from recast_lightning.training.data import PromptDataModule
+from recast_lightning.training.module import RecastModule
+from recast_lightning.training.trainer import run_folder
 
 
 class RenyiProfilerCallback(L.Callback):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from recast_lightning import history
-from recast_lightning.checkpoint_io import AtomicCheckpointIO
-from recast_lightning.interruption import Interruption
-from recast_lightning.module import RecastModule
-from recast_lightning.trainer import run_folder
+from recast_lightning.checkpointing import records as history
+from recast_lightning.checkpointing.atomic import AtomicCheckpointIO
+from recast_lightning.checkpointing.interruption import Interruption
+from recast_lightning.files import write_atomically
+from recast_lightning.training.module import RecastModule
+from recast_lightning.training.trainer import run_folder
 
 
 class RolloutCheckpoint(Checkpoint):
@@ -118,8 +117,7 @@ class RolloutCheckpoint(Checkpoint):
         done = trainer.current_epoch + 1
         if done % self.every_n_rollouts == 0 and self.keep and trainer.is_global_zero:
             name = self.folder / f"rollout-{done:04d}.ckpt"
-            shutil.copyfile(self.folder / "last.ckpt", f"{name}.tmp")
-            os.replace(f"{name}.tmp", name)
+            write_atomically(name, (self.folder / "last.ckpt").read_bytes())
             for old in sorted(self.folder.glob("rollout-*.ckpt"))[: -self.keep] if self.keep > 0 else ():
                 old.unlink()
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recast_lightning.module import RecastModule
 from recast_lightning.report import write_report
-from recast_lightning.trainer import run_folder
+from recast_lightning.training.module import RecastModule
+from recast_lightning.training.trainer import run_folder
 
 
 class RunReport(L.Callback):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from recast_lightning.prompts import Prompt
+from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import RewardModel
 
 MAX_REQUEST = 64 << 20  # bytes

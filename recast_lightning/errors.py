@@ -1,6 +1,7 @@
-"""What ends a run: errors that are the user's to mend, and signals."""
+"""What ends a run: errors that are the user's to mend, and signals; and lists in their sentences."""
 
 import signal
+from collections.abc import Sequence
 
 
 class UserError(ValueError):
@@ -17,3 +18,9 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+def few(items: Sequence[object], most: int = 3) -> str:
+    """The first items for a sentence, and how many more there are."""
+    shown = ", ".join(map(str, items[:most]))
+    return f"{shown} and {len(items) - most} more" if len(items) > most else shown

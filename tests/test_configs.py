@@ -10,9 +10,9 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from recast_lightning.cli import main
-from recast_lightning.lightning_cli import RecastCLI
-from recast_lightning.rollout import check_sizes
+from recast_lightning.cli.entry import main
+from recast_lightning.cli.lightning_cli import RecastCLI
+from recast_lightning.rollout.samples import check_sizes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))

@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from recast_lightning.callbacks import CollapseGuard, ImageWriter, RenyiProfilerCallback, RunReport
-from recast_lightning.cli import main
-from recast_lightning.data import PromptDataModule
-from recast_lightning.module import RecastModule
+from recast_lightning.cli.entry import main
+from recast_lightning.credit.stages import Stage
 from recast_lightning.policy import Policy
-from recast_lightning.prompts import Prompt
-from recast_lightning.stages import Stage
+from recast_lightning.prompts.prompt import Prompt
+from recast_lightning.training.data import PromptDataModule
+from recast_lightning.training.module import RecastModule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]

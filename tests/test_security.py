@@ -12,11 +12,11 @@ from helpers.web import Answer, Script, serving
 from integration.tiny import config
 from PIL import Image
 
-from recast_lightning.cli import main
+from recast_lightning.cli.entry import main
 from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy
-from recast_lightning.prompts import Prompt
-from recast_lightning.proposals import FolderProposals
+from recast_lightning.prompts.prompt import Prompt
+from recast_lightning.proposals.folder import FolderProposals
 from recast_lightning.report import write_report
 
 ROOT = Path(__file__).parents[1]

@@ -2,13 +2,14 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from recast_lightning.files import write_atomically
 
 _SUFFIXES = (".safetensors", ".json")
 
@@ -34,14 +35,13 @@ def save_artefact(
         Path of the safetensors file.
     """
     stem = _stem(path)
-    stem.parent.mkdir(parents=True, exist_ok=True)
     # safetensors takes no tensors that share memory
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     readable = {name: _readable(tensor.tolist()) for name, tensor in (tensors if shown is None else shown).items()}
     if readable:
         text = json.dumps({"kind": kind, **_readable(header), **readable}, indent=1, allow_nan=False)
-        _write(_with(stem, ".json"), (text + "\n").encode())
-    _write(_with(stem, ".safetensors"), save(tensors, metadata={"kind": kind, "header": json.dumps(header)}))
+        write_atomically(_with(stem, ".json"), (text + "\n").encode())
+    write_atomically(_with(stem, ".safetensors"), save(tensors, metadata={"kind": kind, "header": json.dumps(header)}))
     return _with(stem, ".safetensors")
 
 
@@ -74,13 +74,6 @@ def delete_artefact(path: str | Path) -> None:
     """Deletes the files of `save_artefact`, if they are there."""
     for suffix in _SUFFIXES:
         _with(_stem(path), suffix).unlink(missing_ok=True)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a file that is there is whole, even if the machine stops here."""
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
 
 
 def _stem(path: str | Path) -> Path:

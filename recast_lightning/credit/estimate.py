@@ -3,7 +3,6 @@
 Shape legend: N proposals, J rollouts a proposal, R rewards, T noise levels, B batch; ``...`` is any data shape.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recast_lightning.credit.completions import Keeper, Rollouts
 from recast_lightning.credit.curves import Curve, bootstrap_weights, estimate_curve, interpolate
 from recast_lightning.credit.plan import Plan, Steps, check_order, make_plan
 from recast_lightning.credit.profile import Profile
-from recast_lightning.credit.rollouts import Keeper, Rollouts
-from recast_lightning.flow import Posterior, Velocity
+from recast_lightning.files import content_hash
+from recast_lightning.flow.noising import Velocity
+from recast_lightning.flow.posterior import Posterior
 from recast_lightning.seeds import derive_seed
 
 Reward = Callable[[Tensor, Tensor], Tensor]
@@ -210,4 +211,4 @@ def _score(rewards: dict[str, Reward], x0: Tensor, index: Tensor) -> Tensor:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.detach().cpu().float().numpy().tobytes(), digest_size=8).hexdigest()
+    return content_hash(tensor.detach().cpu().float().numpy().tobytes())

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recast_lightning.flow import Posterior, Step, check_grid, posterior_grid, posterior_steps
+from recast_lightning.flow.noising import check_grid
+from recast_lightning.flow.posterior import Posterior, Step, posterior_grid, posterior_steps
 
 Steps = int | Literal["auto", "grid"]
 

@@ -6,9 +6,7 @@ Shape legend: B batch, L text tokens, D text width, P pooled width.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from recast_lightning.errors import UserError
+from recast_lightning.files import content_hash, write_atomically
 
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -80,14 +79,8 @@ class EmbeddingFolder:
             UserError: if the folder or the disk does not take it.
         """
         tensors = {"embeddings": row.embeddings.contiguous(), "pooled": row.pooled.contiguous()}
-        scratch = self.path / f".{uuid.uuid4().hex}.part"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                scratch.write_bytes(save(tensors, metadata={**self.made_by, "prompt": text}))
-                os.replace(scratch, self._file(text))
-            finally:
-                scratch.unlink(missing_ok=True)
+            write_atomically(self._file(text), save(tensors, metadata={**self.made_by, "prompt": text}))
         except OSError as error:
             raise UserError(
                 f"embedding_folder {str(self.path)!r} cannot keep an embedding ({error.strerror}): make it writable, or "
@@ -95,7 +88,7 @@ class EmbeddingFolder:
             ) from error
 
     def _file(self, text: str) -> Path:
-        return self.path / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.safetensors"
+        return self.path / f"{content_hash(text.encode(), size=16)}.safetensors"
 
     def _read(self, file: Path) -> Condition | None:
         try:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recast_lightning.flow import sample_ode
+from recast_lightning.flow.ode import sample_ode
 from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters, base_digest, compile_each
 from recast_lightning.policy.embeddings import (
     TEXT_PARTS,

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from recast_lightning.prompts import Prompt
+from recast_lightning.prompts.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 

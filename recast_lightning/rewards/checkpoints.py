@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from recast_lightning.errors import few
 from recast_lightning.paths import reading
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
@@ -83,10 +84,6 @@ def check_fit(path: str, kind: str, missing: Iterable[str], surplus: Iterable[st
         ValueError: If any tensor is missing, surplus, or of another shape.
     """
     faults = {"lacks": missing, "has the surplus": surplus, "has other shapes for": misshapen}
-    found = [f"it {fault} {_few(names)}" for fault, keys in faults.items() if (names := sorted(keys))]
+    found = [f"it {fault} {few(names)}" for fault, keys in faults.items() if (names := sorted(keys))]
     if found:
         raise ValueError(f"{path} does not fit {kind}: {', '.join(found)}.")
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -7,7 +7,6 @@ prompt leaves open (tint, sizes, jitter) from a seed. Every sign has a text half
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from recast_lightning.prompts import Prompt
+from recast_lightning.files import content_hash
+from recast_lightning.prompts.prompt import Prompt
 
 SIZE = 64
 SHAPES = ("circle", "square", "triangle", "star")
@@ -145,7 +145,7 @@ def misdescribe(scene: Scene, rng: random.Random, letters: float, colors: float,
 
 def split_of(text: str) -> str:
     """The split a prompt belongs to: a function of its text, so splits never share a prompt."""
-    bucket = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % 20
+    bucket = int(content_hash(text.encode()), 16) % 20
     return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 

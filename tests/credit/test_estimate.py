@@ -360,7 +360,7 @@ def test_stopped_while_jobs_enter_the_batch_it_keeps_no_half_made_row(tmp_path, 
         return keyed_noise(shape, keys)
 
     with monkeypatch.context() as patched:
-        patched.setattr("recast_lightning.credit.rollouts.keyed_noise", noise)
+        patched.setattr("recast_lightning.credit.completions.keyed_noise", noise)
         with pytest.raises(Killed):
             small(rollouts=4, steps=6, batch_size=8, unfinished=tmp_path / "part")
     resumed = small(rollouts=4, steps=6, batch_size=8, unfinished=tmp_path / "part")

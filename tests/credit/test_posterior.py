@@ -24,7 +24,7 @@ from helpers.closed_forms import (
 
 from recast_lightning.credit import estimate_profile
 from recast_lightning.credit.plan import make_plan
-from recast_lightning.flow import posterior_grid, posterior_steps
+from recast_lightning.flow.posterior import posterior_grid, posterior_steps
 
 STANDARD, TWO = gaussian(0.0, 1.0), mixture([0.5, 0.5], [-1.0, 1.0], [0.1, 0.1])
 REWARDS = {"near": bump(2.0, 1.0), "sharp": bump(1.5, 0.5)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recast_lightning.flow import posterior_steps
+from recast_lightning.flow.posterior import posterior_steps
 
 F64 = torch.float64
 

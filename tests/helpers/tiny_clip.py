@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from recast_lightning.rewards.hpsv2 import from_open_clip
+from recast_lightning.rewards.clip.hpsv2 import from_open_clip
 
 WIDTH, HEADS, LAYERS, EMBED, IMAGE, PATCH, CONTEXT = 128, 2, 2, 24, 32, 8, 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789\"'.,!?-"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
-from recast_lightning.rewards.mask2former import Mask2FormerDetector
+from recast_lightning.rewards.geneval.mask2former import Mask2FormerDetector
 
 DEPTHS, HEADS, WINDOW, WIDTH = (2, 1, 1, 1), (1, 2, 2, 4), 3, 8
 ENCODER_LAYERS, DECODER_LAYERS = 2, 2

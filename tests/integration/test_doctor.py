@@ -6,8 +6,8 @@ import pytest
 import torch
 from integration.tiny import config
 
-from recast_lightning.cli import main
-from recast_lightning.doctor import check_picture, score_key, stored_scores
+from recast_lightning.cli.doctor import check_picture, score_key, stored_scores
+from recast_lightning.cli.entry import main
 from recast_lightning.rewards import ClipScore, RewardModel
 
 
@@ -48,7 +48,7 @@ def test_all_faults_show_at_once(tmp_path, capsys):
 def test_another_checkpoint_under_the_same_name_is_noticed(tmp_path, capsys, monkeypatch):
     key = score_key(ClipScore("signboard:clip"))
     wrong = {**stored_scores(), key: stored_scores()[key] + 0.01}
-    monkeypatch.setattr("recast_lightning.doctor.stored_scores", lambda: wrong)
+    monkeypatch.setattr("recast_lightning.cli.doctor.stored_scores", lambda: wrong)
     text, code = doctor(config(tmp_path), capsys)
     assert code == 1
     assert "is stored: another checkpoint?" in text
@@ -63,7 +63,7 @@ class Silent(RewardModel):
 
 def test_a_reward_that_cannot_score_fails_and_an_unknown_one_is_noted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ClipScore, "score", Silent.score)
-    monkeypatch.setattr("recast_lightning.doctor.stored_scores", dict)
+    monkeypatch.setattr("recast_lightning.cli.doctor.stored_scores", dict)
     text, code = doctor(config(tmp_path), capsys)
     assert code == 1
     assert "it could not score the bundled picture (NaN)" in text

@@ -7,7 +7,7 @@ import torch
 from helpers.profiles import make_profile
 from integration.tiny import config
 
-from recast_lightning.cli import main
+from recast_lightning.cli.entry import main
 from recast_lightning.policy import LORA_TARGETS, Policy
 
 CALLBACK = "trainer__callbacks__0__init_args__"

@@ -15,12 +15,12 @@ from helpers.toy_rewards import Brightness
 from integration.tiny import ROOT, adapters, config, fit, newest_run
 from lightning.pytorch.plugins import MixedPrecision
 
-import recast_lightning.module
-from recast_lightning.module import RecastModule
+import recast_lightning.training.module
+from recast_lightning.credit.stages import Stage
 from recast_lightning.policy import Policy
-from recast_lightning.prompts import Prompt
-from recast_lightning.rollout import TrainItem
-from recast_lightning.stages import Stage
+from recast_lightning.prompts.prompt import Prompt
+from recast_lightning.rollout.samples import TrainItem
+from recast_lightning.training.module import RecastModule
 
 CLIP = {"clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}}
 SMALL = {
@@ -34,7 +34,7 @@ SMALL = {
 
 def poison_loss(monkeypatch, call, value=torch.nan):
     """Make one sample's loss of one micro-batch, counted from 1, a NaN."""
-    calls, real = [], recast_lightning.module.nft_terms
+    calls, real = [], recast_lightning.training.module.nft_terms
 
     def poisoned(*args, **kwargs):
         calls.append(1)
@@ -43,7 +43,7 @@ def poison_loss(monkeypatch, call, value=torch.nan):
             terms.loss[2] = value
         return terms
 
-    monkeypatch.setattr(recast_lightning.module, "nft_terms", poisoned)
+    monkeypatch.setattr(recast_lightning.training.module, "nft_terms", poisoned)
 
 
 def poison_gradient(monkeypatch, call):
@@ -139,7 +139,7 @@ def test_skip_leaves_out_the_step_and_the_image_and_goes_on(tmp_path, monkeypatc
 
 SCRIPT = """
     import os, sys, torch
-    import recast_lightning.module as module
+    import recast_lightning.training.module as module
     from recast_lightning.cli import main
 
     real, calls = module.nft_terms, []

@@ -12,7 +12,7 @@ from helpers.commands import finish, start, with_callback, with_killer
 from helpers.same_run import assert_same_run
 from integration.tiny import config, fit, newest_run, with_wandb
 
-from recast_lightning.cli import main
+from recast_lightning.cli.entry import main
 
 SMALL = {"data__group_size": 2, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
 DOUBLE = {**SMALL, "model__micro_batch_size": 1, "trainer__devices": 2}
@@ -21,7 +21,7 @@ STRATEGIES = {
     "ddp": "ddp",
     "fsdp2": {"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": FSDP2},
 }
-MODULE = "recast_lightning.module.RecastModule"
+MODULE = "recast_lightning.training.module.RecastModule"
 POINTS = {
     "in the base evaluation": (f"{MODULE}.validation_step", 2),
     "in the profile": ("recast_lightning.policy.Policy.forward", 24),
@@ -32,7 +32,7 @@ POINTS = {
     "in an evaluation": (f"{MODULE}.validation_step", 4),
     "while the records are written": ("recast_lightning.callbacks.run_report._append", 3),
     "while a checkpoint is written": ("os.fsync", 5),
-    "before a checkpoint is put in its place": ("recast_lightning.checkpoint_io.os.replace", 7),
+    "before a checkpoint is put in its place": ("recast_lightning.checkpointing.atomic.os.replace", 7),
     "between rollouts": ("recast_lightning.callbacks.RunReport.on_train_epoch_end", 2),
 }
 QUICK = ("while a checkpoint is written",)

@@ -15,9 +15,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
 from safetensors.torch import load_file
 
-from recast_lightning.cli import main
+from recast_lightning.cli.entry import main
 from recast_lightning.credit import CreditMatrix, Profile
-from recast_lightning.strategies import check_strategy
+from recast_lightning.training.strategies import check_strategy
 
 STAGES = [{"name": "only", "rollouts": 2, "budgets": {"clip": 1, "hpsv2": 2}}]
 FSDP = {

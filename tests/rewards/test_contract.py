@@ -14,7 +14,7 @@ from helpers.pictures import sign
 from PIL import Image
 from torch import nn
 
-from recast_lightning.prompts import Prompt
+from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import (
     OCR,
     Aesthetic,

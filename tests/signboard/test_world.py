@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 
-from recast_lightning.prompts import Prompt
+from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import OCR, GenEval, SignboardDetector
 from recast_lightning.signboard.tokenizer import MAX_TOKENS, build_tokenizer
 from recast_lightning.signboard.world import (

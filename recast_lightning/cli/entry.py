@@ -1,0 +1,113 @@
+"""The command line: Lightning's subcommands on RecastModule and PromptDataModule, and plain ones that need no Trainer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+TRAINER_COMMANDS = {
+    "fit": "train: a profile before each stage, then its rollouts",
+    "validate": "draw and score the evaluation prompts",
+    "test": "the same, logged as test/<reward>",
+    "predict": "draw pictures of prompts",
+    "profile": "measure when in denoising each reward can tell good from bad, and train nothing",
+    "doctor": "check every part of a configuration before a long run",
+}
+PLAIN_COMMANDS = {
+    "weights": "build W from a saved profile for any budgets, or compare two profiles",
+    "report": "rebuild the report of a run",
+    "prompts": "write a set of training prompts",
+    "signboard": "train the embedded models",
+}
+USAGE = "usage: recast COMMAND [options]\n       recast COMMAND --help"
+
+
+def help_text() -> str:
+    """What `recast --help` prints; nothing is imported for it."""
+
+    def listed(commands: dict[str, str]) -> str:
+        return "\n".join(f"  {name:<10} {line}" for name, line in commands.items())
+
+    return (
+        f"{USAGE}\n\nMulti-reward fine-tuning of text-to-image policies, with measured credit in time.\n\n"
+        f"With a configuration (-c FILE, which may come more than once; --data.group_size 12 and the like win over it):\n"
+        f"{listed(TRAINER_COMMANDS)}\n\nWithout:\n{listed(PLAIN_COMMANDS)}\n\n"
+        "Example: recast fit -c configs/signboard/demo.yaml"
+    )
+
+
+def report(run: Path) -> None:
+    """Rebuild report.html of a run from what its folder holds.
+
+    Args:
+        run: the run's folder.
+    """
+    from recast_lightning.report import write_report
+
+    print(write_report(run))
+
+
+def fail(message: str) -> NoReturn:
+    """Leave with one sentence and exit code 2."""
+    print(f"recast: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _checked(action: Callable[[], Any]) -> Any:
+    """Run what checks the user's configuration; what it raises is for the user."""
+    try:
+        return action()
+    except (ValueError, FileNotFoundError) as error:
+        fail(str(error))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run `recast` with the given arguments (default: the process's)."""
+    arguments = list(sys.argv[1:] if args is None else args)
+    command = arguments[0] if arguments else None
+    if command in ("-h", "--help"):
+        print(help_text())
+        sys.exit(0)
+    if command in PLAIN_COMMANDS:
+        _run_plain(command, arguments[1:])
+        return
+    if command not in TRAINER_COMMANDS:
+        known = ", ".join((*TRAINER_COMMANDS, *PLAIN_COMMANDS))
+        fail(
+            f"{'there is no command' if command is None else f'unknown command {command!r}'}: expected one of {known}."
+        )
+    from recast_lightning.cli.config_files import check_config_files
+
+    _checked(lambda: check_config_files(arguments))
+    os.environ.setdefault("WANDB_SILENT", "true")
+    from recast_lightning.cli.lightning_cli import RecastCLI
+
+    RecastCLI.run(None if args is None else arguments)
+
+
+def _run_plain(command: str, arguments: list[str]) -> None:
+    """A command that needs no Trainer."""
+    if command == "weights":
+        from recast_lightning.cli import weights
+
+        weights.main(arguments)
+    elif command == "prompts":
+        from recast_lightning.cli import prompts
+
+        prompts.main(arguments)
+    else:
+        from jsonargparse import auto_cli
+
+        action: Any = report
+        if command == "signboard":
+            from recast_lightning.signboard.pretrain import pretrain
+
+            action = {"pretrain": pretrain}
+        _checked(lambda: auto_cli(action, args=arguments, prog=f"recast {command}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluation of the averaged policy on fixed prompts and noise."""

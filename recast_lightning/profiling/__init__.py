@@ -1,0 +1,1 @@
+"""A profile of the policy, measured in a running Trainer."""

@@ -1,0 +1,1 @@
+"""ImageReward, on a BLIP backbone."""

@@ -1,0 +1,1 @@
+"""Rewards on a CLIP backbone, which they share."""

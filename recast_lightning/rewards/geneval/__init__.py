@@ -1,0 +1,1 @@
+"""GenEval: objects, their number, colours and positions, by way of an object detector."""

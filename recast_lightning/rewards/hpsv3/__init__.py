@@ -1,0 +1,1 @@
+"""HPSv3, on Qwen2-VL."""

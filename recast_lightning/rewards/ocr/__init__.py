@@ -1,0 +1,1 @@
+"""OCR: how well a picture spells the text that its prompt asks for."""
