@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from recast_lightning.objective.nft_loss import nft_terms
+from recast_lightning.objective import NFTLoss
 from recast_lightning.policy import Condition, Policy
 from recast_lightning.policy.adapters import Adapters
 
@@ -252,7 +252,7 @@ def train_step(policy: Policy, batch: int) -> None:
         velocity_reference = policy(x_sigma, sigma, condition)
     velocity = policy(x_sigma, sigma, condition)
     r = torch.empty(batch)
-    loss = nft_terms(velocity, velocity_old, x_sigma, x0, sigma, r, beta=0.1, advantage_clip=5.0).loss
+    loss = NFTLoss()(velocity, velocity_old, x_sigma, x0, sigma, r).loss
     (loss + 1e-4 * (velocity - velocity_reference).square().flatten(1).mean(1)).mean().backward()
 
 

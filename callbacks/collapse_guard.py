@@ -10,7 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from recast_lightning.errors import UserError
-from recast_lightning.training.module import RecastModule
+from recast_lightning.training import RecastModule
 
 
 class CollapseGuard(L.Callback):
@@ -65,13 +65,15 @@ class CollapseGuard(L.Callback):
     ) -> None:
         """Look at a new rollout; its numbers are the same on all processes, so all do the same."""
         assert isinstance(pl_module, RecastModule)
-        metrics = pl_module.rollout_metrics
+        metrics = pl_module.run_state.metrics
         if metrics["rollout"] <= self.rollout:
             return
         self.rollout = metrics["rollout"]
         if metrics["stage"] != self.stage:
             self.stage = metrics["stage"]
-            self.means = {name: [] for name, budget in pl_module.stage.budgets.items() if budget}
+            self.means = {
+                name: [] for name, budget in pl_module.credit.stages[int(self.stage)].budgets.items() if budget
+            }
         for name, values in self.means.items():
             values.append(metrics[f"reward/{name}/mean"])
         if math.isnan(self.first_image_std):

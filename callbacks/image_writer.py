@@ -12,7 +12,8 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from recast_lightning.callbacks.run_report import to_pil
-from recast_lightning.training.module import RecastModule
+from recast_lightning.evaluation import Evaluation
+from recast_lightning.training import RecastModule
 from recast_lightning.training.trainer import run_folder
 
 
@@ -39,7 +40,7 @@ class ImageWriter(BasePredictionWriter):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        prediction: Any,
+        prediction: Evaluation,
         batch_indices: Sequence[int] | None,
         batch: Any,
         batch_idx: int,
@@ -48,14 +49,14 @@ class ImageWriter(BasePredictionWriter):
         """Write one batch."""
         assert isinstance(pl_module, RecastModule)
         with (self.folder / "metadata.jsonl").open("a", encoding="utf-8") as file:
-            for i, index in enumerate(prediction["index"]):
-                if not prediction["real"][i]:
+            for i, index in enumerate(prediction.index):
+                if not prediction.real[i]:
                     continue
-                to_pil(prediction["images"][i]).save(self.folder / f"{index:05d}.png")
-                values = prediction["scores"][i].tolist()
+                to_pil(prediction.images[i]).save(self.folder / f"{index:05d}.png")
+                values = prediction.scores[i].tolist()
                 scores = {
                     name: None if math.isnan(value) else value
-                    for name, value in zip(pl_module.reward_models, values, strict=True)
+                    for name, value in zip(pl_module.rewards, values, strict=True)
                 }
-                row = {"file_name": f"{index:05d}.png", "prompt": prediction["texts"][i], "scores": scores}
+                row = {"file_name": f"{index:05d}.png", "prompt": prediction.texts[i], "scores": scores}
                 file.write(json.dumps(row) + "\n")

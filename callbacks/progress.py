@@ -88,14 +88,15 @@ class RecastProgressBar(ProgressBar):
             return
         self._stop(self._task)
         self._task = None
-        metrics = pl_module.rollout_metrics
+        metrics = pl_module.run_state.metrics
         means = "  ".join(
             f"{name.split('/')[1]} {value:.3f}"
             for name, value in metrics.items()
             if name.endswith("/mean") and "reward/" in name
         )
+        stage = pl_module.credit.stage(trainer.current_epoch).name
         self.say(
-            f"rollout {trainer.current_epoch + 1}/{trainer.max_epochs}  [bold]{pl_module.stage.name}[/bold]  {means}  "
+            f"rollout {trainer.current_epoch + 1}/{trainer.max_epochs}  [bold]{stage}[/bold]  {means}  "
             f"[dim]{metrics['rollout/images_per_second']:.0f} images/s[/dim]"
         )
 

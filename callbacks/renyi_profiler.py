@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,14 +10,12 @@ import lightning as L
 import torch
 
 from recast_lightning import report
-from recast_lightning.credit import CreditMatrix, Profile
+from recast_lightning.credit import CreditMatrix, Profile, Stage
 from recast_lightning.credit.plan import check_order, make_plan
-from recast_lightning.credit.stages import Stage
-from recast_lightning.profiling.measure import measure_profile
-from recast_lightning.proposals.base import Proposals
+from recast_lightning.profiling import ProfileOptions, Profiler
+from recast_lightning.proposals import Proposals
 from recast_lightning.ranges import check_ranges
-from recast_lightning.training.data import PromptDataModule
-from recast_lightning.training.module import RecastModule
+from recast_lightning.training import PromptDataModule, RecastModule
 from recast_lightning.training.trainer import run_folder
 
 
@@ -29,19 +28,19 @@ class RenyiProfilerCallback(L.Callback):
     Args:
         proposals: a strong generator's images of the first `num_prompts` training prompts.
         num_prompts: prompts in a profile.
-        rollouts: conditional rollouts from each proposal, for all levels or for each measured one.
+        completions: completions of each noised proposal, at all levels or at each measured one.
         order: Rényi order α.
-        posterior: sampler of the conditional rollouts; `sde2` draws from the posterior, the others are biased.
-        steps: network calls of a rollout from pure noise (fewer from below), placed for the posterior; `auto`: as many as
-            cost no more than the sampler's own grid, and `grid`: that grid (the paper).
+        posterior: sampler of the completions; `sde2` draws from the posterior, the others are biased.
+        steps: network calls of a completion from pure noise (fewer from below), placed for the posterior; `auto`: as many
+            as cost no more than the sampler's own grid, and `grid`: that grid (the paper).
         levels: measured levels (how many, or which); monotone interpolation fills the others. Default all.
-        batch_size: rollouts in one network call.
+        batch_size: completions in one network call.
         shrinkage: `auto` pulls gains that noise explains towards flat, `none` takes them as measured (the paper).
         temperature: τ of the kernel.
         profile: a saved profile to use instead of measuring.
         refresh: measure anew within a stage after so many rollouts; default once per stage (the paper).
         drift: measure anew when a check before each rollout says that ΣD has moved by more than this share.
-        drift_prompts: prompts of the check, which rolls out from the noisiest level only.
+        drift_prompts: prompts of the check, which completes proposals from the noisiest level only.
         measure_after: measure the policy that leaves a stage, too, to report what is left of its D.
     """
 
@@ -49,7 +48,7 @@ class RenyiProfilerCallback(L.Callback):
         self,
         proposals: Proposals,
         num_prompts: int = 96,
-        rollouts: int | list[int] = 1,
+        completions: int | list[int] = 1,
         order: float = 2.0,
         posterior: Literal["sde2", "sde1", "ode"] = "sde2",
         steps: int | Literal["auto", "grid"] = "auto",
@@ -74,12 +73,15 @@ class RenyiProfilerCallback(L.Callback):
             raise ValueError(f"drift must be a positive share, got {drift}.")
         if profile is not None and (refresh or drift):
             raise ValueError(f"refresh and drift measure anew, but the profile {profile!r} is given: leave one out.")
-        self.proposals, self.num_prompts, self.rollouts, self.order = proposals, num_prompts, rollouts, order
-        self.posterior, self.steps, self.levels, self.batch_size = posterior, steps, levels, batch_size
+        self.proposals, self.num_prompts = proposals, num_prompts
+        self.options = ProfileOptions(completions, order, posterior, steps, levels, batch_size)
         self.shrinkage, self.temperature, self.profile = shrinkage, temperature, profile
         self.refresh, self.drift, self.drift_prompts = refresh, drift, drift_prompts
         self.measure_after = measure_after
-        check_ranges(vars(self), {"temperature": "(0, inf)", "batch_size": "[1, inf)"})
+        check_ranges(
+            {"temperature": temperature, "batch_size": batch_size},
+            {"temperature": "(0, inf)", "batch_size": "[1, inf)"},
+        )
         self.measured_at = -1  # the rollout before which W was last built
         self.drift_total: float | None = None  # ΣD of the check at that time
 
@@ -97,12 +99,14 @@ class RenyiProfilerCallback(L.Callback):
         Raises:
             ValueError: if a setting is out of range, or proposals, prompts or the saved profile are missing.
         """
-        measured = [stage for stage in model.stages if stage.credit != "static"]
+        measured = [stage for stage in model.credit.stages if stage.credit != "static"]
         if self.profile is None:
-            levels = torch.linspace(0, 1, model.policy.num_steps + 1)  # only their number matters here
-            check_order(
-                self.order, make_plan(levels, rollouts=self.rollouts, steps=self.steps, levels=self.levels).rollouts
-            )
+            levels, how = (
+                torch.linspace(0, 1, model.policy.num_steps + 1),
+                self.options,
+            )  # only their number matters here
+            plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
+            check_order(how.order, plan.rollouts)
             if self.num_prompts > len(data.prompts["train"]):
                 raise ValueError(
                     f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
@@ -110,7 +114,7 @@ class RenyiProfilerCallback(L.Callback):
             if measured:
                 self.proposals.validate(data.prompts["train"][: self.num_prompts])
             for name in dict.fromkeys(name for stage in measured for name in stage.budgets):
-                model.reward_models[name].check_positive()
+                model.rewards[name].check_positive()
             return
         loaded = Profile.load(self.profile)
         if len(loaded.sigmas) != model.policy.num_steps + 1:
@@ -126,39 +130,38 @@ class RenyiProfilerCallback(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Build W where a stage begins, and where it is time to measure anew."""
         assert isinstance(pl_module, RecastModule)
-        module, begins = pl_module, pl_module.credit_stage != pl_module.stage_index
-        if not begins and not (module.stage.credit != "static" and self._is_due(trainer, module)):
+        module, schedule, rollout = pl_module, pl_module.credit, trainer.current_epoch
+        index, stage = schedule.stage_index(rollout), schedule.stage(rollout)
+        begins = schedule.credit_stage != index
+        if not begins and not (stage.credit != "static" and self._is_due(trainer, module)):
             return
         profile = None
-        if module.stage.credit != "static":
-            names = list(module.stage.budgets)
+        if stage.credit != "static":
+            names = list(stage.budgets)
             profile = Profile.load(self.profile) if self.profile else self.measure(trainer, module, names)
             if self.profile:
                 profile.check(names, module.policy.sigmas)
-            credit = CreditMatrix.from_profile(
-                profile,
-                module.stage.budgets,
-                module.stage.credit,
-                shrinkage=self.shrinkage,
-                temperature=self.temperature,
-            )
-            self.drift_total = self._drift_check(trainer, module) if self.drift else None
+            options: Any = {"shrinkage": self.shrinkage, "temperature": self.temperature}
+            credit = CreditMatrix.from_profile(profile, stage.budgets, stage.credit, **options)
+            self.drift_total = self._total_divergence(trainer, module) if self.drift else None
         if begins:
-            self._left(trainer, module, module.stage_index - 1, profile)
+            self._record_after(trainer, module, index - 1, profile)
         if profile is not None:
-            module.set_credit(credit)
-        self.measured_at = trainer.current_epoch
-        folder = _stage_folder(run_folder(trainer), module)
+            schedule.set(credit, rollout, module.policy.num_steps)
+        self.measured_at = rollout
+        run = run_folder(trainer)
+        folder = None if run is None else _folder(run, index, stage)
         if folder is not None and not begins:
-            folder = folder / f"rollout-{trainer.current_epoch}"
+            folder = folder / f"rollout-{rollout}"
         if trainer.is_global_zero:
-            self._record(trainer, module, folder, profile, module.current_credit())
+            self._record(trainer, stage, folder, profile, schedule.current(rollout, module.policy.sigmas))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure what the last stage left."""
         assert isinstance(pl_module, RecastModule)
-        if trainer.current_epoch == sum(stage.rollouts for stage in pl_module.stages):
-            self._left(trainer, pl_module, len(pl_module.stages) - 1, None)
+        stages = pl_module.credit.stages
+        if trainer.current_epoch == sum(stage.epochs for stage in stages):
+            self._record_after(trainer, pl_module, len(stages) - 1, None)
 
     # What they do --------------------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class RenyiProfilerCallback(L.Callback):
         """Profile the trained policy as it is now; all processes share the work and get the same numbers."""
         run = run_folder(trainer)
         unfinished = run and run.parent / "unfinished"
-        return self._measure(trainer, module, names, self.num_prompts, self.rollouts, self.levels, unfinished)
+        return self._measure(trainer, module, names, self.num_prompts, self.options, unfinished)
 
     def _measure(
         self,
@@ -174,24 +177,12 @@ class RenyiProfilerCallback(L.Callback):
         module: RecastModule,
         names: list[str],
         num_prompts: int,
-        rollouts: int | list[int],
-        levels: int | list[int] | None,
+        options: ProfileOptions,
         unfinished: Path | None = None,
     ) -> Profile:
-        return measure_profile(
-            trainer,
-            module,
-            names,
-            self.proposals,
-            num_prompts,
-            rollouts=rollouts,
-            order=self.order,
-            posterior=self.posterior,
-            steps=self.steps,
-            levels=levels,
-            batch_size=self.batch_size,
-            unfinished=unfinished,
-        )
+        profiler = Profiler(module.policy, module.scoring, self.proposals, module.seed)
+        prompts, rollout = module.data.prompts["train"][:num_prompts], trainer.current_epoch
+        return profiler.measure(names, prompts, options, module.context, rollout=rollout, unfinished=unfinished)
 
     def _is_due(self, trainer: L.Trainer, module: RecastModule) -> bool:
         """Whether W must be built anew within a stage."""
@@ -200,18 +191,23 @@ class RenyiProfilerCallback(L.Callback):
             return False
         if self.refresh is not None and since >= self.refresh:
             return True
-        return self.drift is not None and has_drifted(self.drift_total, self._drift_check(trainer, module), self.drift)
+        return self.drift is not None and has_drifted(
+            self.drift_total, self._total_divergence(trainer, module), self.drift
+        )
 
-    def _drift_check(self, trainer: L.Trainer, module: RecastModule) -> float:
-        """ΣD of the stage's rewards from a few prompts, rolled out from the noisiest level only."""
-        names = [name for name, budget in module.stage.budgets.items() if budget > 0]
-        rollouts = self.rollouts if isinstance(self.rollouts, int) else max(self.rollouts)
-        check = self._measure(trainer, module, names, self.drift_prompts, rollouts, [module.policy.num_steps])
+    def _total_divergence(self, trainer: L.Trainer, module: RecastModule) -> float:
+        """ΣD of the stage's rewards from a few prompts, completed from the noisiest level only."""
+        budgets = module.credit.stage(trainer.current_epoch).budgets
+        names = [name for name, budget in budgets.items() if budget > 0]
+        completions = self.options.completions
+        most = completions if isinstance(completions, int) else max(completions)
+        options = replace(self.options, completions=most, levels=[module.policy.num_steps])
+        check = self._measure(trainer, module, names, self.drift_prompts, options)
         return float(check.totals[0].sum())
 
-    def _left(self, trainer: L.Trainer, module: RecastModule, index: int, profile: Profile | None) -> None:
+    def _record_after(self, trainer: L.Trainer, module: RecastModule, index: int, profile: Profile | None) -> None:
         """Record the D of the policy that leaves stage `index`, from the next stage's profile if that has all its rewards."""
-        stage = module.stages[index] if index >= 0 else None
+        stage = module.credit.stages[index] if index >= 0 else None
         if not self.measure_after or self.profile or stage is None or stage.credit == "static":
             return
         names = list(stage.budgets)
@@ -221,18 +217,14 @@ class RenyiProfilerCallback(L.Callback):
             after.save(_folder(run, index, stage) / "after")
 
     def _record(
-        self,
-        trainer: L.Trainer,
-        module: RecastModule,
-        folder: Path | None,
-        profile: Profile | None,
-        credit: CreditMatrix,
+        self, trainer: L.Trainer, stage: Stage, folder: Path | None, profile: Profile | None, credit: CreditMatrix
     ) -> None:
         """Write artefacts and pictures, and log them."""
-        stage, step = module.stage.name, trainer.global_step
+        step = trainer.global_step
         for logger in trainer.loggers:
             for name, row in zip(credit.rewards, credit.level_weights.tolist(), strict=True):
-                logger.log_metrics({f"credit/{stage}/{name}/level_{t}": w for t, w in enumerate(row, 1)}, step=step)
+                levels = {f"credit/{stage.name}/{name}/level_{t}": w for t, w in enumerate(row, 1)}
+                logger.log_metrics(levels, step=step)
         if folder is None:
             return
         credit.save(folder / "credit")
@@ -251,16 +243,12 @@ class RenyiProfilerCallback(L.Callback):
             path = report.save_figure(figure, folder / f"{name}.png")
             for logger in trainer.loggers:
                 if hasattr(logger, "log_image"):
-                    logger.log_image(f"credit/{stage}/{name}", [str(path)], step=step)
+                    logger.log_image(f"credit/{stage.name}/{name}", [str(path)], step=step)
 
 
 def has_drifted(before: float | None, now: float, share: float) -> bool:
     """Whether ΣD (nats) has moved by more than a share of what it was; always, where it was never measured."""
     return before is None or abs(now - before) > share * abs(before)
-
-
-def _stage_folder(run: Path | None, module: RecastModule) -> Path | None:
-    return None if run is None else _folder(run, module.stage_index, module.stage)
 
 
 def _folder(run: Path, index: int, stage: Stage) -> Path:

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from recast_lightning.evaluation import Evaluation
 from recast_lightning.report import write_report
-from recast_lightning.training.module import RecastModule
+from recast_lightning.rollout.processes import gather_values
+from recast_lightning.training import RecastModule
 from recast_lightning.training.trainer import run_folder
 
 
@@ -40,28 +42,26 @@ class RunReport(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Keep this process's scores and first pictures."""
-        for i, index in enumerate(outputs["index"]):
-            if outputs["real"][i]:
-                picture = outputs["images"][i] if index < self.num_images else None
-                self._rows.append({"index": index, "scores": outputs["scores"][i], "picture": picture})
+        assert isinstance(outputs, Evaluation)
+        for i, index in enumerate(outputs.index):
+            if outputs.real[i]:
+                picture = outputs.images[i] if index < self.num_images else None
+                self._rows.append({"index": index, "scores": outputs.scores[i], "picture": picture})
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write one line of `evaluation.jsonl` and the pictures."""
         assert isinstance(pl_module, RecastModule)
         if trainer.state.fn != "fit":
             return
-        gathered: list[Any] = [None] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(gathered, self._rows)
-        else:
-            gathered = [self._rows]
+        gathered = gather_values(self._rows)
         folder = run_folder(trainer)
         if not trainer.is_global_zero or folder is None:
             return
         rows = sorted((row for part in gathered for row in part), key=lambda row: row["index"])
         done = 0 if trainer.sanity_checking else trainer.current_epoch + 1
-        record = _summarise(rows, list(pl_module.reward_models))
-        record |= {"rollout": done, "stage": pl_module.stage.name if done else "", "count": len(rows)}
+        stage = pl_module.credit.stage(trainer.current_epoch).name
+        record = _summarise(rows, list(pl_module.rewards))
+        record |= {"rollout": done, "stage": stage if done else "", "count": len(rows)}
         _append(folder / "evaluation.jsonl", record)
         _save_pictures(folder / "images" / f"rollout-{done:04d}", rows)
         texts = [p.text for p in pl_module.data.prompts["validation"][: self.num_images]]
@@ -78,9 +78,9 @@ class RunReport(L.Callback):
         assert isinstance(pl_module, RecastModule)
         folder = run_folder(trainer)
         if trainer.is_global_zero and folder is not None:
-            train = {f"train/{k}": v for k, v in pl_module.step_means.rollout().items()}
-            record = {"rollout": trainer.current_epoch + 1, "stage": pl_module.stage.name}
-            record["metrics"] = pl_module.rollout_metrics | train
+            train = {f"train/{k}": v for k, v in pl_module.run_state.step_means.rollout().items()}
+            record = {"rollout": trainer.current_epoch + 1, "stage": pl_module.credit.stage(trainer.current_epoch).name}
+            record["metrics"] = pl_module.run_state.metrics | train
             _append(folder / "rollouts.jsonl", record)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -104,7 +104,7 @@ def test_a_server_s_key_is_in_nothing_that_a_run_leaves(tmp_path, monkeypatch, c
             {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": "run"}},
             {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": "runs", "offline": True}},
         ]
-        stage = {"name": "all", "rollouts": 1, "budgets": {"clip": 1, "judge": 0}, "credit": "static"}
+        stage = {"name": "all", "epochs": 1, "budgets": {"clip": 1, "judge": 0}, "credit": "static"}
         clip = {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}
         changes = {
             "model__rewards": {"judge": judge, "clip": clip},

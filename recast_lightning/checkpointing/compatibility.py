@@ -1,18 +1,37 @@
-"""Does a checkpoint belong to the configured policy? Asked before any model is loaded."""
+"""Does a checkpoint belong to the configured run? Its policy is compared before any model is loaded, the rest on loading."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from recast_lightning.checkpointing.renamed import RENAMED
+from recast_lightning.checkpointing.run_state import FORMAT, KEY
+from recast_lightning.credit import CreditMatrix
+from recast_lightning.credit.stages import Stage
+from recast_lightning.errors import UserError
 from recast_lightning.paths import resolve
 from recast_lightning.policy import Policy
 from recast_lightning.policy.files import weight_shapes
 
 _PREFIX = "policy.transformer."
+MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
+WITHIN_ROLLOUT = (
+    "model.seed", "model.rollout.timestep_fraction", "data.train", "data.prompts_per_rollout",
+    "data.group_size", "trainer.accumulate_grad_batches", "micro_batch_size × processes",
+)  # fmt: skip
+FREE = (
+    "model.objective.beta", "model.objective.kl_weight", "model.objective.advantage_clip",
+    "model.advantages.std", "model.advantages.aggregation", "model.optimizer.learning_rate",
+    "model.optimizer.weight_decay", "model.optimizer.warmup_steps", "model.ema_decay", "model.old_policy.rate",
+    "model.old_policy.flat", "model.old_policy.maximum",
+)  # fmt: skip
 
 
 def check_checkpoint(path: str, policy: Policy, *, training: bool) -> None:
@@ -25,7 +44,7 @@ def check_checkpoint(path: str, policy: Policy, *, training: bool) -> None:
     rank = next((len(w) for k, w in state["state_dict"].items() if ".lora_A." in k), None)
     if rank is not None and rank != policy.lora_rank:
         raise ValueError(f"{path} has adapters of rank {rank}, but lora_rank is {policy.lora_rank}.")
-    levels = (state["recast"]["credit"] or {}).get("weights")
+    levels = (state[KEY]["credit"] or {}).get("weights")
     if training and levels is not None and levels.shape[1] != policy.num_steps:
         raise ValueError(f"{path} was trained at {levels.shape[1]} levels, but num_steps is {policy.num_steps}.")
     shapes = {k.partition(".lora_A.")[0]: w.shape[1] for k, w in state["state_dict"].items() if ".lora_A." in k}
@@ -51,6 +70,91 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(
             f"{path} cannot be read as a checkpoint: it is cut off, or something else ({type(error).__name__})."
         ) from error
-    if not isinstance(state, dict) or not {"recast", "state_dict"} <= state.keys():
+    if not isinstance(state, dict) or not {KEY, "state_dict"} <= state.keys():
         raise ValueError(f"{path} is no checkpoint of this project: give a run's checkpoints/last.ckpt.")
     return state
+
+
+def check_adapters(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], policy: Policy) -> None:
+    """Refuse a checkpoint's adapters that fit nowhere.
+
+    Args:
+        own: state of the module.
+        theirs: state in the checkpoint.
+        policy: for the sentence.
+
+    Raises:
+        UserError: saying how many fit.
+    """
+    ours = {(k, v.shape) for k, v in own.items() if ".lora_" in k}
+    given = {(k, v.shape) for k, v in theirs.items()}
+    if ours != given:
+        raise UserError(
+            f"The checkpoint's adapters do not fit policy {policy.path!r} with lora_rank {policy.lora_rank}: "
+            f"{len(ours & given)} of {len(ours)} weights match by name and shape."
+        )
+
+
+def read_settings(owners: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a checkpoint keeps.
+
+    Args:
+        owners: first part of a setting's name → the object whose attributes the other parts are.
+        derived: settings that are no attribute.
+    """
+    settings = dict(derived)
+    for name in (*MODEL, *WITHIN_ROLLOUT, *FREE):
+        owner, *keys = name.split(".")
+        settings |= {} if name in derived else {name: reduce(getattr, keys, owners[owner])}
+    return settings
+
+
+def check_settings(state: Mapping[str, Any], ours: Mapping[str, Any], within_rollout: bool) -> list[str]:
+    """Compare a checkpoint's settings with those of the run that resumes it.
+
+    Args:
+        state: what the checkpoint keeps.
+        ours: settings of the run.
+        within_rollout: whether the checkpoint was written in the middle of a rollout.
+
+    Returns:
+        What differs and may: the run's values hold.
+
+    Raises:
+        UserError: naming the first setting that must not differ, or a format from a later version.
+    """
+    if state.get("format", 1) > FORMAT:
+        raise UserError(
+            f"The checkpoint has format {state['format']}, and this version of recast_lightning reads up to {FORMAT}: "
+            "install the version that wrote it, or a later one."
+        )
+    theirs = {RENAMED.get(name, name): value for name, value in state["settings"].items()}
+    different = [name for name in ours if theirs.get(name) != ours[name]]
+    for name in different:
+        values = f"{name} is {theirs.get(name)!r} in the checkpoint and {ours[name]!r} in the configuration"
+        if name in MODEL:
+            raise UserError(f"{values}: that is another model, so give the checkpoint's value or start a new run.")
+        if name in WITHIN_ROLLOUT and within_rollout:
+            raise UserError(
+                f"{values}, and the checkpoint was written within a rollout, which cannot go on like that: give the "
+                "checkpoint's value, or resume from a rollout-<k>.ckpt."
+            )
+    return [f"{name} {theirs.get(name)!r} → {ours[name]!r}" for name in different]
+
+
+def check_credit(credit: CreditMatrix, stage: Stage) -> None:
+    """Refuse budgets that a W that is in use was not built for.
+
+    Raises:
+        UserError: naming stage and budgets.
+    """
+    if credit.budgets != stage.budgets or credit.method != stage.credit:
+        raise UserError(
+            f"The checkpoint's W is of {credit.method} credit with budgets {_named(credit.budgets)}, but stage "
+            f"{stage.name!r} has {stage.credit} credit with {_named(stage.budgets)}: W is built once a stage, so keep them "
+            "until the next one."
+        )
+
+
+def _named(budgets: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())

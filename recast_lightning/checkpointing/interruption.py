@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-import lightning as L
 import torch
+from torch import Tensor
 
 from recast_lightning.errors import Interrupted
+
+Reduce = Callable[[Tensor, Literal["max"]], Tensor]
 
 
 class Interruption:
@@ -23,6 +26,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.number = 0
+        self.caught = False
         self._before: dict[int, Any] = {}
 
     def catch_slurm(self) -> None:
@@ -36,6 +40,7 @@ class Interruption:
         self._catch(signal.SIGTERM, signal.SIGINT)
 
     def _catch(self, *numbers: int) -> None:
+        self.caught = True
         for number in numbers:
             if signal.getsignal(number) != self._note:
                 self._before.setdefault(number, signal.getsignal(number))
@@ -51,15 +56,17 @@ class Interruption:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait for a safe point
         self.number = number
 
-    def check(self, trainer: L.Trainer) -> None:
+    def check(self, reduce: Reduce, device: torch.device) -> None:
         """A safe point. A collective call: a signal that one process got stops them all at the same place.
+
+        Args:
+            reduce: the maximum of a tensor over all processes.
+            device: where tensors are reduced.
 
         Raises:
             Interrupted: if there was a signal.
         """
-        own = torch.tensor(self.number, device=trainer.strategy.root_device)
-        number = int(trainer.strategy.reduce(own, reduce_op="max"))
-        if number:
+        if self.caught and (number := int(reduce(torch.tensor(self.number, device=device), "max"))):
             raise Interrupted(number)
 
 

@@ -52,7 +52,7 @@ def wandb_run(run: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def take_over(source: Path, run: Path, counts: dict[str, int], rollout: int, stage: int) -> list[dict[str, Any]]:
+def continue_records(source: Path, run: Path, counts: dict[str, int], rollout: int, stage: int) -> list[dict[str, Any]]:
     """Bring the records of `source` up to a checkpoint into `run` (which may be `source`), and drop what came after it.
 
     Args:

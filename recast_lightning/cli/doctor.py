@@ -50,7 +50,7 @@ def examine(
     Returns:
         Findings in the order of the table.
     """
-    rewards = model.reward_models
+    rewards = model.rewards
     parts: dict[str, Callable[[], str]] = {
         "devices": partial(_devices, trainer),
         "policy": partial(_policy, model, load),
@@ -134,10 +134,7 @@ def _policy(model: RecastModule, load: bool) -> str:
 
 
 def _prompts(model: RecastModule, data: PromptDataModule) -> str:
-    data.load(ocr=any("ocr" in reward.needs for reward in model.reward_models.values()))
-    for reward in model.reward_models.values():
-        for prompts in data.prompts.values():
-            reward.check_prompts(prompts)
+    data.load_for(model.rewards.values())
     return ", ".join(f"{len(prompts)} for {name}" for name, prompts in data.prompts.items())
 
 

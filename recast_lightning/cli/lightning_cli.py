@@ -146,7 +146,7 @@ class RecastCLI(LightningCLI):
             self._find_last(config)
         strategy = config.trainer.strategy
         _checked(lambda: check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path))
-        total = sum(stage["rollouts"] for stage in config.model.stages)
+        total = sum(stage["epochs"] for stage in config.model.stages)
         if config.trainer.max_epochs is None:
             config.trainer.max_epochs = total
         elif config.trainer.max_epochs > total:
@@ -198,12 +198,12 @@ class RecastCLI(LightningCLI):
                 return  # finds all faults, not the first
             check_strategy(self.trainer)
             self.model.validate_config(self.datamodule, self.trainer.world_size)
-            items = self.model.items_of(self.datamodule, self.trainer.world_size)
+            items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
             check_run(self.trainer, items if self.subcommand == "fit" else 0)
             profilers = self._callbacks(RenyiProfilerCallback)
             for profiler in profilers:
                 profiler.validate_config(self.model, self.datamodule)
-            waiting = [stage.name for stage in self.model.stages if stage.credit != "static"]
+            waiting = [stage.name for stage in self.model.credit.stages if stage.credit != "static"]
             if self.subcommand == "fit" and waiting and not profilers:
                 raise ValueError(
                     f"Stage {waiting[0]!r} needs a profile: add RenyiProfilerCallback to trainer.callbacks."

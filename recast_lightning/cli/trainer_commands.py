@@ -60,7 +60,7 @@ class RecastTrainer(L.Trainer):
             profiler.validate_config(model, datamodule)
             return f"{type(profiler.proposals).__name__} for {profiler.num_prompts} prompts"
 
-        measured = any(stage.credit != "static" for stage in model.stages)
+        measured = any(stage.credit != "static" for stage in model.credit.stages)
         findings = examine(self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {})
         Console(highlight=False, width=100).print(findings_table(findings))
         if any(finding.verdict == "FAILED" for finding in findings):
@@ -87,10 +87,10 @@ class MeasureOnce(L.Callback):
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See the class."""
         assert isinstance(pl_module, RecastModule)
-        unknown = [name for name in self.rewards if name not in pl_module.reward_models]
+        unknown = [name for name in self.rewards if name not in pl_module.rewards]
         if unknown:
             raise UserError(
-                f"There is no reward {unknown[0]!r} to profile; configured are {', '.join(pl_module.reward_models)}."
+                f"There is no reward {unknown[0]!r} to profile; configured are {', '.join(pl_module.rewards)}."
             )
         profile = self.profiler.measure(trainer, pl_module, self.rewards)
         run = run_folder(trainer)
@@ -103,7 +103,7 @@ class MeasureOnce(L.Callback):
 
 def budgeted(model: RecastModule) -> list[str]:
     """Rewards with a budget in some stage, in the order of the configuration."""
-    return [name for name in model.reward_models if any(stage.budgets.get(name, 0) > 0 for stage in model.stages)]
+    return [name for name in model.rewards if any(stage.budgets.get(name, 0) > 0 for stage in model.credit.stages)]
 
 
 def write_profile(profile: Profile, folder: Path) -> Path:

@@ -16,12 +16,16 @@ from recast_lightning.credit.gains import (
 )
 from recast_lightning.credit.matrix import CreditMatrix
 from recast_lightning.credit.profile import Profile
+from recast_lightning.credit.schedule import CreditSchedule
 from recast_lightning.credit.sinkhorn import sinkhorn_projection
+from recast_lightning.credit.stages import Stage
 
 __all__ = [
     "Agreement",
     "CreditMatrix",
+    "CreditSchedule",
     "Profile",
+    "Stage",
     "compare_profiles",
     "estimate_profile",
     "flat_rows",

@@ -15,13 +15,13 @@ class Stage:
 
     Args:
         name: shown in logs and used as a folder name.
-        rollouts: how many rollouts (epochs) it lasts.
+        epochs: how many epochs, of one rollout each, it lasts.
         budgets: reward name → budget λ, how much it matters relative to the others.
         credit: `recast` (measured, projected), `static` (the same at every level) or `unprojected` (no column constraint).
     """
 
     name: str
-    rollouts: int
+    epochs: int
     budgets: dict[str, float]
     credit: Literal["recast", "static", "unprojected"] = "recast"
 
@@ -43,8 +43,8 @@ def check_stages(stages: Sequence[Stage], rewards: Collection[str]) -> None:
             raise ValueError(
                 f"{where}: a stage's name is made of letters, digits, '_', '-' and '.', and begins with neither '-' nor '.'."
             )
-        if stage.rollouts < 1:
-            raise ValueError(f"{where}: rollouts must be at least 1, got {stage.rollouts}.")
+        if stage.epochs < 1:
+            raise ValueError(f"{where}: epochs must be at least 1, got {stage.epochs}.")
         for name, budget in stage.budgets.items():
             if name not in rewards:
                 known = ", ".join(rewards) or "none"
@@ -58,12 +58,7 @@ def check_stages(stages: Sequence[Stage], rewards: Collection[str]) -> None:
 def stage_index(stages: Sequence[Stage], rollout: int) -> int:
     """Index of the stage that a rollout belongs to; rollouts past the end belong to the last."""
     for i, stage in enumerate(stages):
-        rollout -= stage.rollouts
+        rollout -= stage.epochs
         if rollout < 0:
             return i
     return len(stages) - 1
-
-
-def first_rollout(stages: Sequence[Stage], index: int) -> int:
-    """The first rollout of a stage."""
-    return sum(stage.rollouts for stage in stages[:index])

@@ -3,6 +3,7 @@
 Shape legend: N samples of a rollout, R rewards, T noise levels.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +13,29 @@ Aggregation = Literal["sum", "per_reward"]
 
 
 Spread = Literal["level", "group"]
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """From rewards to advantages at each level, see `level_advantages`.
+
+    Args:
+        std: `level` (all samples of a level, as published) or `group`.
+        aggregation: `sum` (advantages of the weighted sum, as published) or `per_reward` (of each reward, then summed).
+    """
+
+    std: Spread = "level"
+    aggregation: Aggregation = "sum"
+
+    def __post_init__(self) -> None:
+        if self.std not in ("level", "group"):
+            raise ValueError(f"std must be 'level' or 'group', got {self.std!r}.")
+        if self.aggregation not in ("sum", "per_reward"):
+            raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {self.aggregation!r}.")
+
+    def __call__(self, rewards: Tensor, level_weights: Tensor, groups: Tensor) -> Tensor:
+        """Advantages [N, T] of rewards [N, R] with weights [R, T], of groups [N]."""
+        return level_advantages(rewards, level_weights, groups, aggregation=self.aggregation, std=self.std)
 
 
 def level_advantages(

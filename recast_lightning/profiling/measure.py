@@ -1,4 +1,4 @@
-"""Measures a profile of the policy in a Trainer: proposals, rewards, processes, progress.
+"""Measures a profile of the policy: proposals, rewards, processes, progress.
 
 Shape legend: N proposals, B batch, C H W latents.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 
@@ -19,137 +19,177 @@ from recast_lightning.credit import Profile, estimate_profile, importance_weight
 from recast_lightning.credit.plan import Steps
 from recast_lightning.errors import UserError
 from recast_lightning.files import content_hash
-from recast_lightning.flow.posterior import Posterior
-from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.proposals.base import Proposals
-from recast_lightning.proposals.policy import PolicyProposals
+from recast_lightning.flow import Posterior
+from recast_lightning.policy import Policy
+from recast_lightning.prompts import Prompt
+from recast_lightning.proposals import PolicyProposals, Proposals
+from recast_lightning.rollout.context import RunContext
+from recast_lightning.rollout.sampling import encode_ahead, sample_latents
+from recast_lightning.rollout.scoring import ScoringPool
 from recast_lightning.seeds import derive_seed, generator
-from recast_lightning.training.module import RecastModule
-from recast_lightning.training.trainer import progress_of
 
 PACKAGES = ("recast-lightning", "torch", "diffusers", "peft")
+Reward = Callable[[Tensor, Tensor], Tensor]
 
 
-def measure_profile(
-    trainer: L.Trainer,
-    module: RecastModule,
-    names: Sequence[str],
-    proposals: Proposals,
-    num_prompts: int,
-    *,
-    rollouts: int | list[int],
-    order: float,
-    posterior: Posterior,
-    steps: Steps,
-    levels: int | list[int] | None,
-    batch_size: int,
-    unfinished: Path | None = None,
-) -> Profile:
-    """Profile of the trained policy as it is now, shared out over the processes.
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How a profile is measured; see `estimate_profile`.
+
+    Attributes:
+        completions: completions of each proposal, at all levels or at each measured one.
+        order: Rényi order.
+        posterior: sampler.
+        steps: network calls from pure noise.
+        levels: measured levels.
+        batch_size: rows of a network call.
+    """
+
+    completions: int | list[int]
+    order: float
+    posterior: Posterior
+    steps: Steps
+    levels: int | list[int] | None
+    batch_size: int
+
+
+class Profiler:
+    """Measures profiles of a policy as it is, shared out over the processes.
 
     All profiles of a run have the same proposals and noise, so that what changes between them is the policy.
 
     Args:
-        trainer: Whose processes, precision and progress bar are used.
-        module: Policy, rewards and prompts.
-        names: Rewards to measure.
-        proposals: See `Proposals`.
-        num_prompts: The first so many training prompts.
-        rollouts: See `estimate_profile`, as the next five.
-        order: Renyi order.
-        posterior: Sampler.
-        steps: Network calls from pure noise.
-        levels: Measured levels.
-        batch_size: Rows of a network call.
-        unfinished: Folder that keeps an unfinished profile.
-
-    Raises:
-        UserError: If a reward cannot be measured.
+        policy: whose `default` adapter completes proposals.
+        scoring: scores images.
+        proposals: see `Proposals`.
+        seed: of the run.
     """
-    policy, seed = module.policy, derive_seed(module.seed, "profile")
-    prompts = [p for p in module.data.prompts["train"][:num_prompts] for _ in range(proposals.per_prompt)]
-    numbers = [i // proposals.per_prompt for i in range(len(prompts))]
-    module.encode_ahead(prompts)
-    latents = _latents(module, proposals, prompts, batch_size)
-    rewards = image_rewards(module, prompts, names)
-    if isinstance(proposals, PolicyProposals):
-        _check_share(rewards, latents, numbers, proposals, batch_size)
-    conditions = policy.encode_prompts([p.text for p in prompts])
-    metadata = _metadata(trainer, module, proposals, prompts)
 
-    def velocity(x: Tensor, sigma: Tensor, index: Tensor) -> Tensor:
-        module.safe_point()  # what was computed so far is in the unfinished profile
-        return policy(x, sigma, conditions[index])
+    def __init__(self, policy: Policy, scoring: ScoringPool, proposals: Proposals, seed: int) -> None:
+        self.policy, self.scoring, self.proposals, self.seed = policy, scoring, proposals, seed
 
-    def total(tensor: Tensor) -> Tensor:
-        summed: Tensor = trainer.strategy.reduce(tensor.to(module.device), reduce_op="sum")
-        return summed.to(tensor.device)
+    def measure(
+        self,
+        names: Sequence[str],
+        prompts: Sequence[Prompt],
+        options: ProfileOptions,
+        context: RunContext,
+        *,
+        rollout: int,
+        unfinished: Path | None = None,
+    ) -> Profile:
+        """Profile of the trained policy; a collective call.
 
-    cost = profile_cost(len(prompts), policy.sigmas, rollouts, steps=steps, levels=levels)
-    with progress_of(trainer, f"profiling {', '.join(names)}", cost) as advance, policy.adapter("default"):
-        done = 0
+        Args:
+            names: rewards to measure.
+            prompts: of the proposals.
+            options: how to measure.
+            context: of the run.
+            rollout: the rollout at hand, for the record.
+            unfinished: folder that keeps an unfinished profile.
 
-        def progress(calls: int) -> None:
-            nonlocal done
-            advance(calls - done)
-            done = calls
+        Raises:
+            UserError: if a reward cannot be measured.
+        """
+        copies = self.proposals.per_prompt
+        prompts = [prompt for prompt in prompts for _ in range(copies)]
+        numbers = [i // copies for i in range(len(prompts))]
+        texts = [prompt.text for prompt in prompts]
+        encode_ahead(self.policy, prompts, context)
+        latents = self._proposal_latents(prompts, options.batch_size, context)
+        rewards = latent_rewards(self.policy, self.scoring, prompts, names)
+        if isinstance(self.proposals, PolicyProposals):
+            _check_share(rewards, latents, numbers, self.proposals, options.batch_size)
+        conditions = self.policy.encode_prompts(texts)
+        metadata = self._metadata(texts, rollout)
 
-        with trainer.precision_plugin.forward_context(), user_errors():
+        def velocity(x: Tensor, sigma: Tensor, index: Tensor) -> Tensor:
+            context.stop_point()  # what was computed so far is in the unfinished profile
+            return self.policy(x, sigma, conditions[index])
+
+        def total(tensor: Tensor) -> Tensor:
+            return context.reduce(tensor.to(context.device), "sum").to(tensor.device)
+
+        how: dict[str, Any] = {"rollouts": options.completions, "steps": options.steps, "levels": options.levels}
+        cost = profile_cost(len(prompts), self.policy.sigmas, **how)
+        key = content_hash(repr([metadata, names, *how.values(), options.order]).encode())
+        bar = context.progress(f"profiling {', '.join(names)}", cost)
+        with bar as advance, self.policy.adapter("default"), context.autocast(), user_errors():
             return estimate_profile(
                 velocity,
                 latents,
                 rewards,
-                policy.sigmas,
-                rollouts=rollouts,
-                order=order,
-                posterior=posterior,
-                steps=steps,
-                levels=levels,
+                self.policy.sigmas,
+                **how,
+                order=options.order,
+                posterior=options.posterior,
                 prompts=numbers,
-                importance=isinstance(proposals, PolicyProposals),
-                generator=generator(seed),
-                batch_size=batch_size,
-                progress=progress,
+                importance=isinstance(self.proposals, PolicyProposals),
+                generator=generator(derive_seed(self.seed, "profile")),
+                batch_size=options.batch_size,
+                progress=_differences(advance),
                 metadata=metadata,
-                unfinished=unfinished
-                and unfinished / f"profile-{_hash([metadata, names, steps, levels, rollouts, order])}",
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                total=total if trainer.world_size > 1 else None,
+                unfinished=unfinished and unfinished / f"profile-{key}",
+                rank=context.rank,
+                world_size=context.world_size,
+                total=total if context.world_size > 1 else None,
             )
 
+    def _proposal_latents(self, prompts: Sequence[Prompt], batch_size: int, context: RunContext) -> Tensor:
+        """Latents [N, C, H, W] of the proposals."""
+        policy, latents = self.policy, []
+        own = isinstance(self.proposals, PolicyProposals)
+        pictures = None if own else self.proposals.images(prompts, policy.height, policy.width)
+        for start in range(0, len(prompts), batch_size):
+            chunk = range(start, min(start + batch_size, len(prompts)))
+            if pictures is None:
+                keys: list[tuple[str | int, ...]] = [(self.seed, "proposal", i) for i in chunk]
+                latents.append(sample_latents(policy, keys, [prompts[i].text for i in chunk], "default", context))
+            else:
+                latents.append(policy.encode(pictures[chunk.start : chunk.stop].to(context.device)))
+        return torch.cat(latents)
 
-def _metadata(
-    trainer: L.Trainer, module: RecastModule, proposals: Proposals, prompts: Sequence[Prompt]
-) -> dict[str, Any]:
-    """What a profile is of: policy, prompts, source, seed, versions."""
-    fingerprints = {"policy": module.policy.fingerprint(), "prompts": _hash([p.text for p in prompts])}
-    return {
-        "policy": module.policy.path,
-        "proposals": type(proposals).__name__,
-        "seed": module.seed,
-        "rollout": trainer.current_epoch,
-        "fingerprints": fingerprints,
-        "versions": {package: version(package) for package in PACKAGES},
-    }
+    def _metadata(self, texts: Sequence[str], rollout: int) -> dict[str, Any]:
+        """What a profile is of: policy, prompts, source, seed, versions."""
+        prompts = content_hash(repr(list(texts)).encode())
+        return {
+            "policy": self.policy.path,
+            "proposals": type(self.proposals).__name__,
+            "seed": self.seed,
+            "rollout": rollout,
+            "fingerprints": {"policy": self.policy.fingerprint(), "prompts": prompts},
+            "versions": {package: version(package) for package in PACKAGES},
+        }
 
 
-def image_rewards(
-    module: RecastModule, prompts: list[Prompt], names: Sequence[str]
-) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+def latent_rewards(
+    policy: Policy, scoring: ScoringPool, prompts: Sequence[Prompt], names: Sequence[str]
+) -> dict[str, Reward]:
     """Rewards of latents, made non-negative; latents are decoded once for all rewards."""
     last: dict[str, Any] = {"latents": None}
 
-    def make(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def make(name: str) -> Reward:
         def reward(x0: Tensor, index: Tensor) -> Tensor:
             if last["latents"] is not x0:
-                last.update(latents=x0, images=module.policy.decode(x0))
-            scores = module.score(last["images"], [prompts[i] for i in index.tolist()], [name])[:, 0]
-            return module.reward_models[name].positive(scores).to(index.device)
+                last.update(latents=x0, images=policy.decode(x0))
+            scores = scoring.score(last["images"], [prompts[i] for i in index.tolist()], [name])[:, 0]
+            return scoring.models[name].positive(scores).to(index.device)
 
         return reward
 
     return {name: make(name) for name in names}
+
+
+def _differences(advance: Callable[[int], Any]) -> Callable[[int], None]:
+    """Turns totals, as `estimate_profile` reports them, into steps of a progress bar."""
+    done = 0
+
+    def progress(calls: int) -> None:
+        nonlocal done
+        advance(calls - done)
+        done = calls
+
+    return progress
 
 
 @contextmanager
@@ -161,28 +201,10 @@ def user_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def _latents(module: RecastModule, proposals: Proposals, prompts: list[Prompt], batch_size: int) -> Tensor:
-    policy, latents = module.policy, []
-    own = isinstance(proposals, PolicyProposals)
-    pictures = None if own else proposals.images(prompts, policy.height, policy.width)
-    for start in range(0, len(prompts), batch_size):
-        chunk = range(start, min(start + batch_size, len(prompts)))
-        if pictures is None:
-            keys: list[tuple[str | int, ...]] = [(module.seed, "proposal", i) for i in chunk]
-            latents.append(module.draw(keys, [prompts[i] for i in chunk], "default"))
-        else:
-            latents.append(policy.encode(pictures[chunk.start : chunk.stop].to(module.device)))
-    return torch.cat(latents)
-
-
 def _check_share(
-    rewards: dict[str, Callable[[Tensor, Tensor], Tensor]],
-    latents: Tensor,
-    numbers: list[int],
-    proposals: PolicyProposals,
-    batch_size: int,
+    rewards: dict[str, Reward], latents: Tensor, numbers: list[int], proposals: PolicyProposals, batch_size: int
 ) -> None:
-    """Refuses rewards that find too few good images among the policy's own."""
+    """Refuse rewards that find too few good images among the policy's own."""
     rows = torch.arange(len(latents), device=latents.device).split(batch_size)
     scores = [[reward(x0, index) for reward in rewards.values()] for index in rows for x0 in [latents[index]]]
     for name, column in zip(rewards, zip(*scores, strict=True), strict=True):
@@ -196,7 +218,3 @@ def _check_share(
                 f"fewer than minimum_share {proposals.minimum_share:g} asks for: they cannot stand for its positive policy. "
                 "Take a stronger generator's images (FolderProposals), or leave it out."
             )
-
-
-def _hash(value: Any) -> str:
-    return content_hash(repr(value).encode())

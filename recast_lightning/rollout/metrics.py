@@ -5,9 +5,14 @@ Shape legend: N samples, R rewards, T levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from recast_lightning.errors import UserError
+from recast_lightning.rollout.finite import finite_rows
+from recast_lightning.rollout.processes import gather_values
 
 
 def rollout_metrics(names: list[str], rewards: Tensor, advantages: Tensor, r: Tensor) -> dict[str, float]:
@@ -61,3 +66,20 @@ def constant_rewards(names: list[str], rewards: Tensor) -> dict[str, float]:
         if len(valid) > 1 and bool((valid == valid[0]).all()):
             found[name] = valid[0].item()
     return found
+
+
+def within_group_spread(thumbnails: Tensor, groups: Sequence[int]) -> float:
+    """How much the images of a prompt differ: their std at each pixel, averaged over pixels and all processes' groups.
+
+    Args:
+        thumbnails: images in [0, 1], [N, ...]; those with NaN are left out.
+        groups: which prompt each answers, [N].
+    """
+    spreads = []
+    whole, member = finite_rows(thumbnails), torch.tensor(groups)
+    for group in dict.fromkeys(groups):
+        images = thumbnails[whole & (member == group)]
+        if len(images) > 1:
+            spreads.append(images.std(0).mean().item())
+    everyone = [spread for spreads in gather_values(spreads) for spread in spreads]
+    return sum(everyone) / len(everyone) if everyone else float("nan")

@@ -14,7 +14,7 @@ from recast_lightning.seeds import generator
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleId:
     """Names one image of a rollout: its group, the prompt's place in the source, and which image of the group it is."""
 
     group: int
@@ -30,13 +30,13 @@ class RolloutBuffer:
         samples: their names, [N].
         latents: x_0, [N, C, H, W], on the CPU.
         texts: their prompts, [N].
-        optimality: r in [0, 1] per sample and level, [N, T]; NaN where a score is missing.
+        optimality_probability: r in [0, 1] per sample and level, [N, T]; NaN where a score is missing.
     """
 
-    samples: list[Sample]
+    samples: list[SampleId]
     latents: Tensor
     texts: list[str]
-    optimality: Tensor
+    optimality_probability: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,26 @@ class TrainItem:
         noise: [B, C, H, W].
         level: t in 1 … T.
         texts: prompts, [B].
-        optimality: r in [0, 1], [B]; NaN rows do not train.
+        optimality_probability: r in [0, 1], [B]; NaN rows do not train.
+        place: where in the run it stands, for messages.
     """
 
     latents: Tensor
     noise: Tensor
     level: int
     texts: list[str]
-    optimality: Tensor
+    optimality_probability: Tensor
+    place: str = ""
 
     def to(self, device: torch.device) -> TrainItem:
         """Move the tensors."""
-        moved = {name: getattr(self, name).to(device) for name in ("latents", "noise", "optimality")}
+        moved = {name: getattr(self, name).to(device) for name in ("latents", "noise", "optimality_probability")}
         return replace(self, **moved)
 
 
 def plan_samples(
     prompts: list[int], group_size: int, rank: int, world_size: int, seed: int, rollout: int
-) -> list[Sample]:
+) -> list[SampleId]:
     """The samples of one process, whole groups only, in training order.
 
     The order goes slot by slot (each group's k-th image in its own shuffle), so the k-th part of an epoch holds the same
@@ -73,7 +75,7 @@ def plan_samples(
     """
     groups = range(rank, len(prompts), world_size)
     orders = {g: torch.randperm(group_size, generator=generator(seed, "order", rollout, g)).tolist() for g in groups}
-    return [Sample(g, prompts[g], orders[g][slot]) for slot in range(group_size) for g in groups]
+    return [SampleId(g, prompts[g], orders[g][slot]) for slot in range(group_size) for g in groups]
 
 
 def check_sizes(prompts_per_rollout: int, group_size: int, micro_batch_size: int, world_size: int) -> None:

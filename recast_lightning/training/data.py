@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from recast_lightning.evaluation.batches import ShardedBatches
+from recast_lightning.evaluation.batches import EvaluationBatches
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.prompts.readers import read_prompts
 from recast_lightning.ranges import check_ranges
+from recast_lightning.rewards import RewardModel
 from recast_lightning.rollout.stream import RolloutStream
 from recast_lightning.seeds import generator
 
@@ -72,8 +72,20 @@ class PromptDataModule(L.LightningDataModule):
         self.evaluation_batch_size = evaluation_batch_size
         self.prompts: dict[str, list[Prompt]] = {}
 
+    def load_for(self, rewards: Iterable[RewardModel]) -> None:
+        """Read all prompts, which is cheap, and check that every reward finds in them what it needs.
+
+        Raises:
+            ValueError: if a source is malformed, missing, too short, or lacks what a reward needs.
+        """
+        rewards = list(rewards)
+        self.load(ocr=any("ocr" in reward.needs for reward in rewards))
+        for reward in rewards:
+            for prompts in self.prompts.values():
+                reward.check_prompts(prompts)
+
     def load(self, *, ocr: bool) -> None:
-        """Read all prompts (cheap: before any model is loaded)."""
+        """Read all prompts, each with its OCR target if `ocr`; does nothing the second time."""
         if self.prompts:
             return
         loaded = {source: load_prompts(source, ocr=ocr) for source in dict.fromkeys(self.sources.values())}
@@ -101,28 +113,18 @@ class PromptDataModule(L.LightningDataModule):
     def train_dataloader(self) -> RolloutStream:
         """One epoch is one rollout: sampled when iteration starts, then served as (micro-batch, level) items."""
         assert self.trainer is not None
-        return RolloutStream(self.trainer.lightning_module)
+        stream: RolloutStream = self.trainer.lightning_module.rollout_stream()  # type: ignore[operator]
+        return stream
+
+    def samples_per_process(self, world_size: int) -> int:
+        """Samples of a rollout on each process: whole groups."""
+        return self.prompts_per_rollout // world_size * self.group_size
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         assert self.trainer is not None
-        batches = ShardedBatches(
-            len(self.prompts[split]), self.evaluation_batch_size, self.trainer.global_rank, self.trainer.world_size
-        )
-        prompts, seen, occurrence = self.prompts[split], Counter[str](), []
-        for prompt in prompts:
-            occurrence.append(seen[prompt.text])
-            seen[prompt.text] += 1
-
-        def collate(items: Sequence[tuple[int, bool]]) -> dict[str, Any]:
-            index = [i for i, _ in items]
-            return {
-                "prompts": [prompts[i] for i in index],
-                "index": index,
-                "occurrence": [occurrence[i] for i in index],
-                "real": [real for _, real in items],
-            }
-
-        return DataLoader(batches, batch_size=None, collate_fn=collate)
+        place = (self.trainer.global_rank, self.trainer.world_size)
+        batches = EvaluationBatches(self.prompts[split], self.evaluation_batch_size, *place)
+        return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Evaluation prompts, each on exactly one process."""

@@ -1,67 +1,67 @@
 """DiffusionNFT with credit in time, as a LightningModule. One epoch is one rollout.
 
-Shape legend: N samples on this process, M over all processes, R rewards, T levels, B micro-batch, C H W latents.
+Shape legend: B micro-batch, R rewards, C H W latents.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Any, Literal
+import re
+from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
 
-from recast_lightning.checkpointing.run_state import dump, restore
-from recast_lightning.credit import CreditMatrix
-from recast_lightning.credit.stages import Stage
-from recast_lightning.flow.noising import noise_to
-from recast_lightning.objective.advantages import level_advantages, optimality_probability
-from recast_lightning.objective.nft_loss import nft_terms
-from recast_lightning.objective.old_policy import old_policy_decay
+from recast_lightning.checkpointing.compatibility import read_settings
+from recast_lightning.checkpointing.interruption import Interruption
+from recast_lightning.checkpointing.restoring import restore
+from recast_lightning.checkpointing.run_state import KEY, RunState
+from recast_lightning.credit import CreditSchedule, Stage
+from recast_lightning.evaluation import Evaluation, EvaluationBatch, EvaluationMetrics, Evaluator
+from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule
 from recast_lightning.policy import Policy
-from recast_lightning.ranges import TRAINING, check_ranges
+from recast_lightning.ranges import check_ranges
 from recast_lightning.rewards import RewardModel
-from recast_lightning.rollout.finite import OnNonfinite, total_norm
-from recast_lightning.rollout.metrics import rollout_metrics
-from recast_lightning.rollout.samples import RolloutBuffer, Sample, TrainItem, check_sizes, plan_samples
-from recast_lightning.seeds import generator
-from recast_lightning.seeds import noise as keyed_noise
+from recast_lightning.rollout import (
+    FiniteCheck,
+    OnNonfinite,
+    RolloutBuffer,
+    RolloutCollector,
+    RolloutOptions,
+    RolloutStream,
+    RunContext,
+    ScoringOptions,
+    ScoringPool,
+    TrainItem,
+    TrainItems,
+    check_failures,
+    check_sizes,
+    encode_ahead,
+    plan_samples,
+    total_norm,
+)  # fmt: skip
+from recast_lightning.training.context import context_of
 from recast_lightning.training.data import PromptDataModule
-from recast_lightning.training.optimizer import set_rates, started_adamw, with_warm_up
-from recast_lightning.training.staged import StagedModule
-from recast_lightning.training.step_means import StepMeans
-from recast_lightning.training.strategies import check_strategy, keep_adapters_exact
-from recast_lightning.training.trainer import progress_of
+from recast_lightning.training.item_loss import item_loss
+from recast_lightning.training.optimizer import OptimizerOptions
+from recast_lightning.training.strategies import check_strategy, keep_adapters_in_float32, number_weights_by_place
 
 
-class RecastModule(StagedModule):
+class RecastModule(L.LightningModule):
     """Trains a policy on several rewards whose weights differ by noise level.
 
     Args:
         policy: the text-to-image policy.
         rewards: name → reward model; all are evaluated, those with a budget are trained on.
         stages: what is trained on, in order.
-        rollout_batch_size: images sampled at once.
-        micro_batch_size: images in one training step; must divide the images of a rollout on each process.
-        timestep_fraction: share of the levels that each micro-batch trains at, drawn anew for each.
-        beta: β of DiffusionNFT.
-        kl_weight: weight of mean (v_θ − v_ref)²; 0 spares the reference's forward.
-        advantage_clip: c of DiffusionNFT.
-        advantage_std: `level` (all samples of a level, as published) or `group`.
-        aggregation: `sum` (advantages of the weighted sum, as published) or `per_reward` (of each reward, then summed).
-        num_workers: processes, and as many threads, in which slow rewards score while sampling goes on; 0 for none.
-        reward_device: where rewards score, e.g. `cuda:1`, or a list, one a process of a machine; default the policy's device.
-        reward_offload: keep the rewards' weights on the CPU except while they score.
-        failure_share: a rollout in which more than this share of a reward's scores failed stops the run.
-        on_nonfinite: what NaN or inf in samples, loss or gradient does: `stop` the run, or `skip` the image or step.
-        learning_rate: of AdamW.
-        weight_decay: of AdamW.
-        warmup_steps: optimizer steps over which the learning rate rises to its value; AdamW's first steps are mostly noise.
+        objective: the loss.
+        advantages: from rewards to advantages.
+        rollout: how a rollout is drawn and served.
+        scoring: where and how rewards score.
+        optimizer: AdamW.
+        old_policy: how the policy that samples follows the trained one.
         ema_decay: per optimizer step, of the adapter that is evaluated.
-        old_rate: growth of the old policy's decay η per rollout.
-        old_flat: rollouts during which η is 0 (the old policy is the trained one).
-        old_maximum: largest η.
+        on_nonfinite: what NaN or inf in samples, loss or gradient does: `stop` the run, or `skip` the image or step.
         seed: keys everything random in training.
     """
 
@@ -72,49 +72,43 @@ class RecastModule(StagedModule):
         policy: Policy,
         rewards: dict[str, RewardModel],
         stages: list[Stage],
-        rollout_batch_size: int = 48,
-        micro_batch_size: int = 24,
-        timestep_fraction: float = 1.0,
-        beta: float = 0.1,
-        kl_weight: float = 1e-4,
-        advantage_clip: float = 5.0,
-        advantage_std: Literal["level", "group"] = "level",
-        aggregation: Literal["sum", "per_reward"] = "sum",
-        num_workers: int = 0,
-        reward_device: str | list[str] | None = None,
-        reward_offload: bool = False,
-        failure_share: float = 0.5,
-        on_nonfinite: OnNonfinite = "stop",
-        learning_rate: float = 3e-4,
-        weight_decay: float = 1e-4,
-        warmup_steps: int = 0,
+        objective: NFTLoss = NFTLoss(),
+        advantages: Advantages = Advantages(),
+        rollout: RolloutOptions = RolloutOptions(),
+        scoring: ScoringOptions = ScoringOptions(),
+        optimizer: OptimizerOptions = OptimizerOptions(),
+        old_policy: OldPolicySchedule = OldPolicySchedule(),
         ema_decay: float = 0.9,
-        old_rate: float = 0.001,
-        old_flat: int = 0,
-        old_maximum: float = 0.5,
+        on_nonfinite: OnNonfinite = "stop",
         seed: int = 0,
     ) -> None:
-        super().__init__(policy, rewards, stages, num_workers, reward_device, reward_offload, on_nonfinite)
-        self.rollout_batch_size, self.micro_batch_size = rollout_batch_size, micro_batch_size
-        check_ranges(locals(), TRAINING)
-        if aggregation not in ("sum", "per_reward"):
-            raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {aggregation!r}.")
-        self.timestep_fraction = timestep_fraction
-        self.levels_per_batch = max(1, round(timestep_fraction * policy.num_steps))
-        self.beta, self.kl_weight = beta, kl_weight
-        self.advantage_clip, self.advantage_std = advantage_clip, advantage_std
-        self.aggregation, self.failure_share = aggregation, failure_share
-        self.skipping = False  # the optimizer step at hand, because something in it is not finite
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
-        self.ema_decay, self.seed = ema_decay, seed
-        self.old_rate, self.old_flat, self.old_maximum = old_rate, old_flat, old_maximum
-        self.synced_rollout = 0  # the rollout that the old policy was last updated for
-        self.rollout_metrics: dict[str, float] = {}
-        self.logged_rollout = -1
-        self.step_means = StepMeans()
+        super().__init__()
+        for name in rewards:
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(f"Reward name {name!r} must be made of letters, digits and '_'.")
+        check_ranges({"ema_decay": ema_decay, "seed": seed}, {"ema_decay": "[0, 1)", "seed": "[0, inf)"})
+        self.policy, self.rewards, self.objective = policy, rewards, objective
+        self.advantages, self.rollout, self.optimizer, self.old_policy = advantages, rollout, optimizer, old_policy
+        self.scoring_options, self.ema_decay, self.seed = scoring, ema_decay, seed
+        self.context, self.interruption = RunContext(), Interruption()
+        self.finite, self.skipping = FiniteCheck(on_nonfinite), False
+        self.scoring = ScoringPool(rewards, scoring.num_workers, offload=scoring.offload)
+        self.collector = RolloutCollector(
+            policy, self.scoring, self.finite, advantages, objective.advantage_clip, rollout.batch_size, seed
+        )
+        self.items = TrainItems(rollout, policy.num_steps, seed)
+        self.evaluator, self.evaluation_metrics = Evaluator(policy, self.scoring), EvaluationMetrics(rewards)
+        self.credit = CreditSchedule(stages, rewards)
+        self.run_state = RunState(self.credit)
         self.resumed = ""  # what a checkpoint brought, in a sentence
 
     # Configuration -----------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> PromptDataModule:
+        """The data module of the run."""
+        data: PromptDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return data
 
     def validate_config(self, data: PromptDataModule, world_size: int = 1) -> None:
         """Check everything that can be checked without loading a model.
@@ -122,15 +116,23 @@ class RecastModule(StagedModule):
         Raises:
             ValueError: naming the first thing that is wrong.
         """
-        check_sizes(data.prompts_per_rollout, data.group_size, self.micro_batch_size, world_size)
-        self.check_inputs(data)
+        check_sizes(data.prompts_per_rollout, data.group_size, self.rollout.micro_batch_size, world_size)
+        self.policy.validate()
+        for model in self.rewards.values():
+            model.validate()
+        data.load_for(self.rewards.values())
+
+    def items_per_rollout(self, data: PromptDataModule, world_size: int) -> int:
+        """Training steps of an epoch on each process."""
+        return self.items.count(data.samples_per_process(world_size))
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
         check_strategy(self.trainer)
-        keep_adapters_exact(self.trainer, self.policy)
+        keep_adapters_in_float32(self.trainer, self.policy)
         self.validate_config(self.data, self.trainer.world_size)
-        self.place_rewards()
+        self.context = context_of(self, self.interruption)
+        self.scoring.device = self.scoring_options.device_of(self.trainer.local_rank, self.trainer.num_devices)
 
     def configure_model(self) -> None:
         """Load the policy, and share it out under `ModelParallelStrategy` (once)."""
@@ -139,129 +141,73 @@ class RecastModule(StagedModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW on the trained adapter, with a linear warm-up."""
-        parameters = self.policy.adapter_parameters("default")
-        return with_warm_up(started_adamw(parameters, self.learning_rate, self.weight_decay), self.warmup_steps)
+        return self.optimizer.build(self.policy.adapter_parameters("default"))
 
-    # Rollout -----------------------------------------------------------------------------------------------------
+    def teardown(self, stage: str) -> None:
+        """End the workers that score."""
+        self.scoring.close()
 
-    @property
-    def items_per_rollout(self) -> int:
-        """Training steps in an epoch of this process: micro-batches × levels."""
-        return self.items_of(self.data, self.trainer.world_size)
+    # Prompts -----------------------------------------------------------------------------------------------------
 
-    def items_of(self, data: PromptDataModule, world_size: int) -> int:
-        """See `items_per_rollout`."""
-        samples = data.prompts_per_rollout // world_size * data.group_size
-        return samples // self.micro_batch_size * self.levels_per_batch
+    def on_fit_start(self) -> None:
+        """Encode the prompts of the rollouts to come, and those of the evaluations."""
+        rollouts = range(self.current_epoch, self.trainer.max_epochs or 0)
+        encode_ahead(self.policy, self.data.fit_prompts(rollouts, self.seed), self.context)
 
-    @torch.no_grad()
-    def collect(self, rollout: int) -> RolloutBuffer:
-        """Draw and score a rollout with the old policy, and turn scores into r at each level."""
-        self._update_old(rollout)
-        credit, rank, world = self.current_credit(), self.trainer.global_rank, self.trainer.world_size
-        planned = self.data.rollout_prompts(rollout, self.seed)
-        samples = plan_samples(planned, self.data.group_size, rank, world, self.seed, rollout)
-        prompts = [self.data.prompts["train"][s.prompt] for s in samples]
-        drawn, thumbnails, scores, started = [], [], [], time.perf_counter()
-        bar = progress_of(self.trainer, f"rollout {rollout + 1}: sampling", len(samples))
-        with self.scoring.running(), bar as advance:
-            for start in range(0, len(samples), self.rollout_batch_size):
-                chunk = slice(start, start + self.rollout_batch_size)
-                keys = [(self.seed, "rollout", rollout, s.group, s.image) for s in samples[chunk]]
-                x0 = self.draw(keys, prompts[chunk], "old")
-                images = self.policy.decode(x0)
-                scores.append(self.scoring.submit(images, prompts[chunk], credit.rewards))
-                drawn.append(x0.cpu())
-                thumbnails.append(adaptive_avg_pool2d(images, 32).cpu())
-                advance(len(keys))
-                self.safe_point()
-            rewards = torch.cat([batch.result() for batch in scores])
-        seconds = time.perf_counter() - started
-        latents, texts = torch.cat(drawn), [p.text for p in prompts]
-        looks = self.examine(rollout, samples, texts, latents, torch.cat(thumbnails), rewards)
-        first = slice(self.rollout_batch_size)
-        keys = [(self.seed, "deviation", rollout, s.group, s.image) for s in samples[first]]
-        looks["rollout/deviation"] = self.deviation(latents[first], keys, texts[first])
-        optimality = self._optimality(rewards, samples, credit, rollout)
-        total = len(samples) * world
-        self.rollout_metrics |= looks | {"rollout/images_per_second": total / seconds, "rollout/seconds": seconds}
-        trained = [name for name, budget in credit.budgets.items() if budget]  # others may fail without harm
-        if rollout > self.logged_rollout:  # else resumed within it
-            self.logged_rollout = rollout
-            self.step_means.start()
-            self.log_rollout(self.rollout_metrics)
-        self.refuse_failures(trained, self.rollout_metrics, total, self.failure_share)
-        return RolloutBuffer(samples, latents, texts, optimality)
+    def on_validation_start(self) -> None:
+        """Encode the evaluation prompts, in a fit for the first time only."""
+        encode_ahead(self.policy, self.data.prompts["validation"], self.context)
 
-    def _update_old(self, rollout: int) -> None:
-        """θ_old ← η θ_old + (1 − η) θ, once a rollout; behind a saved counter, so a resumed epoch does not repeat it."""
-        if rollout > self.synced_rollout:
-            eta = old_policy_decay(rollout, rate=self.old_rate, flat=self.old_flat, maximum=self.old_maximum)
-            self.policy.blend("old", "default", keep=eta)
-            self.synced_rollout = rollout
+    on_test_start = on_validation_start
 
-    def _optimality(self, rewards: Tensor, samples: list[Sample], credit: CreditMatrix, rollout: int) -> Tensor:
-        """R [N, T] of this process's rewards [N, R]; group and level statistics are over all processes."""
-        rewards, groups = self.gather_scores(rewards, [s.group for s in samples])
-        advantages = level_advantages(
-            rewards, credit.level_weights, groups, aggregation=self.aggregation, std=self.advantage_std
-        )
-        self.warn_of_constants(credit.rewards, rewards, rollout)
-        r = optimality_probability(advantages, self.advantage_clip).float()
-        place = {"rollout": float(rollout + 1), "stage": float(self.stage_index)}
-        self.rollout_metrics = place | rollout_metrics(credit.rewards, rewards, advantages, r)
-        mine = slice(self.trainer.global_rank * len(samples), (self.trainer.global_rank + 1) * len(samples))
-        return r[mine]
-
-    def train_item(self, buffer: RolloutBuffer, rollout: int, place: int) -> TrainItem:
-        """Item `place` of an epoch: micro-batches in order, each at some or all levels in an order of its own."""
-        batch, turn = divmod(place, self.levels_per_batch)
-        order = torch.randperm(self.policy.num_steps, generator=generator(self.seed, "levels", rollout, batch))
-        level = int(order[turn]) + 1
-        rows = slice(batch * self.micro_batch_size, (batch + 1) * self.micro_batch_size)
-        keys = [(self.seed, "train", rollout, level, s.group, s.image) for s in buffer.samples[rows]]
-        noise = keyed_noise(self.policy.latent_shape, keys)
-        return TrainItem(buffer.latents[rows], noise, level, buffer.texts[rows], buffer.optimality[rows, level - 1])
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Encode all prompts before the first is drawn (here, since a profile starts like a prediction)."""
+        if batch_idx == 0:
+            encode_ahead(self.policy, self.data.prompts["predict"], self.context)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Items move themselves: they are not plain collections of tensors."""
         return batch.to(device) if isinstance(batch, TrainItem) else batch
 
+    # Rollout -----------------------------------------------------------------------------------------------------
+
+    def rollout_stream(self) -> RolloutStream:
+        """The loader of a fit."""
+        num_samples = self.data.samples_per_process(self.trainer.world_size)
+        return RolloutStream(lambda: self.current_epoch, self.collect, self.items, num_samples)
+
+    def collect(self, rollout: int) -> RolloutBuffer:
+        """Let the old policy follow, draw and score a rollout with it, and log it."""
+        state, credit = self.run_state, self.credit.current(rollout, self.policy.sigmas)
+        if rollout > state.synced_rollout:  # a saved counter, so a resumed epoch does not repeat it
+            self.policy.blend("old", "default", keep=self.old_policy.decay(rollout))
+            state.synced_rollout = rollout
+        planned = self.data.rollout_prompts(rollout, self.seed)
+        place = (self.context.rank, self.context.world_size)
+        samples = plan_samples(planned, self.data.group_size, *place, self.seed, rollout)
+        prompts = [self.data.prompts["train"][sample.prompt] for sample in samples]
+        buffer, metrics = self.collector.collect(rollout, samples, prompts, credit, self.context)
+        state.metrics = {**metrics, "stage": float(self.credit.stage_index(rollout))}
+        if rollout > state.logged_rollout:  # else resumed within it
+            state.logged_rollout = rollout
+            state.step_means.start()
+            self._log_at_once(state.metrics)
+        trained = [name for name, budget in credit.budgets.items() if budget]  # others may fail without harm
+        images = len(samples) * self.context.world_size
+        check_failures(trained, state.metrics, images, self.scoring_options.failure_share)
+        return buffer
+
+    def _log_at_once(self, metrics: dict[str, float]) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=self.global_step)
+
     # Training ----------------------------------------------------------------------------------------------------
 
     def training_step(self, item: TrainItem, batch_idx: int) -> Tensor:
-        """The DiffusionNFT loss of one micro-batch at one level."""
-        x0, valid = item.latents, item.optimality.isfinite()
-        sigma = self.policy.sigmas[item.level].to(x0).expand(len(x0))
-        x_sigma, condition = noise_to(x0, item.noise, sigma), self.policy.encode_prompts(item.texts)
-        with self.policy.adapter("old"):
-            velocity_old = self.policy(x_sigma, sigma, condition)
-        velocity_reference = None
-        if self.kl_weight:
-            with self.policy.adapter(None):
-                velocity_reference = self.policy(x_sigma, sigma, condition)
-        velocity = self.policy(x_sigma, sigma, condition)
-        r = item.optimality.nan_to_num(0.5)
-        terms = nft_terms(
-            velocity, velocity_old, x_sigma, x0, sigma, r, beta=self.beta, advantage_clip=self.advantage_clip
-        )
-        kl = torch.zeros_like(terms.loss)
-        if velocity_reference is not None:
-            kl = (velocity - velocity_reference).square().flatten(1).mean(1)
-        share = valid.float() / len(x0)
-        losses = (terms.loss + self.kl_weight * kl) * share
-        place = f"Rollout {self.current_epoch + 1}, micro-batch {batch_idx // self.levels_per_batch + 1}, level {item.level}"
-        velocities = {"old policy's velocity": velocity_old, "trained policy's velocity": velocity}
-        self.finite.note(place, item.texts, {"latents": x0, **velocities, "loss": losses})
-        loss = losses.sum()
-        self.step_means.add(
-            loss=loss,
-            positive=(terms.positive * share).sum(),
-            negative=(terms.negative * share).sum(),
-            kl=kl.mean(),
-            old_deviation=(velocity - velocity_old).square().mean(),
-            x0_norm=x0.square().mean().sqrt(),
-        )
+        """The objective of one micro-batch at one level."""
+        loss, logged, checked = item_loss(self.policy, self.objective, item)
+        self.finite.note(item.place, item.texts, checked)
+        self.run_state.step_means.add(**logged)
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -272,30 +218,80 @@ class RecastModule(StagedModule):
         if self.skipping:
             optimizer.zero_grad()  # AdamW leaves weights without gradients, and their moments, alone
         rate = torch.tensor(optimizer.param_groups[0]["lr"], device=self.device)
-        self.step_means.add(grad_norm=norm, learning_rate=rate)
+        self.run_state.step_means.add(grad_norm=norm, learning_rate=rate)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Step, let the evaluated adapter follow, and log the step."""
         super().optimizer_step(*args, **kwargs)
         if self.skipping:
-            means = self.step_means.skip()
+            means = self.run_state.step_means.skip()
         else:
             self.policy.blend("ema", "default", keep=self.ema_decay)
-            means = self.step_means.close(self.trainer.strategy.reduce)
-        for logger in self.trainer.loggers:
-            logger.log_metrics({f"train/{name}": value for name, value in means.items()}, step=self.global_step)
+            means = self.run_state.step_means.close(lambda tensor: self.context.reduce(tensor, "mean"))
+        self._log_at_once({f"train/{name}": value for name, value in means.items()})
+
+    # Evaluation --------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> Any:
+        """An `Evaluation`; the means of all rewards become `val/<name>`."""
+        return self._evaluate(batch, "val")
+
+    def test_step(self, batch: EvaluationBatch, batch_idx: int) -> Any:
+        """As validation, under `test/<name>`."""
+        return self._evaluate(batch, "test")
+
+    def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> Evaluation:
+        """Images and scores."""
+        return self.evaluator.evaluate(batch, self.context)
+
+    def _evaluate(self, batch: EvaluationBatch, prefix: str) -> Evaluation:
+        result = self.evaluator.evaluate(batch, self.context)
+        for name, mean in self.evaluation_metrics.update(batch.prompts, batch.real, result.scores).items():
+            self.log(f"{prefix}/{name}", mean, on_epoch=True, batch_size=len(batch.real))
+        return result
+
+    def on_validation_epoch_end(self) -> None:
+        """Log GenEval's means over tags, and their mean, as `val/<name>/overall`."""
+        if self.trainer.state.fn == "fit":
+            # Lightning's own count of steps is off by one after some resumes
+            self.log("step", float(self.global_step), sync_dist=True)
+        self._log_tags("val")
+
+    def on_test_epoch_end(self) -> None:
+        """As in validation."""
+        self._log_tags("test")
+
+    def _log_tags(self, prefix: str) -> None:
+        means = self.evaluation_metrics.compute_tags()
+        self.log_dict({f"{prefix}/{name}": mean for name, mean in means.items()}, sync_dist=True)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
+    def _settings(self) -> dict[str, Any]:
+        owners = {"model": self, "policy": self.policy, "trainer": self.trainer, "data": self.data}
+        together = self.rollout.micro_batch_size * self.trainer.world_size
+        return read_settings(
+            owners, {"data.train": self.data.sources["train"], "micro_batch_size × processes": together}
+        )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See `resume.dump`."""
-        dump(self, checkpoint)
+        """Keep W, the counters and the settings; of the policy there are the adapters only, see `Policy`."""
+        number_weights_by_place(checkpoint.get("optimizer_states", []), self)
+        checkpoint[KEY] = {**self.run_state.state_dict(), "settings": self._settings()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See `resume.restore`."""
-        self.resumed = restore(self, checkpoint)
+        """Restore what was kept; the configuration's values hold where they may differ.
+
+        Raises:
+            UserError: if the checkpoint does not belong to this model, rollout or stage.
+        """
+        settings = self._settings() if self.trainer.state.fn == "fit" else None
+        if settings is not None:
+            self.trainer.num_sanity_val_steps = 0  # it evaluates the base, and this is no longer the base
+        path = str(self.trainer.ckpt_path)
+        self.resumed = restore(self.run_state, checkpoint, path, self.state_dict(), self.policy, settings)
 
     def on_train_start(self) -> None:
         """The configuration's learning rate holds over a checkpoint's."""
         if self.resumed:
-            set_rates(self.trainer, self.learning_rate, self.weight_decay, self.warmup_steps)
+            self.optimizer.apply_to(self.trainer)

@@ -57,7 +57,7 @@ def check_strategy(trainer: L.Trainer) -> None:
         )
 
 
-def keep_adapters_exact(trainer: L.Trainer, policy: Policy) -> None:
+def keep_adapters_in_float32(trainer: L.Trainer, policy: Policy) -> None:
     """Let `bf16-true` and `16-true` mean the frozen weights alone.
 
     Lightning would round adapters, noise, r and scores likewise.
@@ -68,7 +68,7 @@ def keep_adapters_exact(trainer: L.Trainer, policy: Policy) -> None:
         trainer.strategy.precision_plugin = Precision()
 
 
-def number_by_module(optimizer_states: list[dict[str, Any]], module: nn.Module) -> None:
+def number_weights_by_place(optimizer_states: list[dict[str, Any]], module: nn.Module) -> None:
     """Number the weights of saved optimizer states as `ModelParallelStrategy` does: by their place in the module.
 
     Other strategies read any numbers, so every checkpoint loads under every strategy.

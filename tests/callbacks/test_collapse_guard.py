@@ -3,25 +3,22 @@
 import json
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
 from recast_lightning.callbacks import CollapseGuard
-from recast_lightning.credit.stages import Stage
+from recast_lightning.credit import Stage
 from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy
 from recast_lightning.rewards import OCR, ClipScore
-from recast_lightning.training.module import RecastModule
+from recast_lightning.training import RecastModule
 
 
 @pytest.fixture
 def module():
     stages = [Stage("one", 50, {"clip": 1.0, "ocr": 1.0, "extra": 0.0}), Stage("two", 50, {"ocr": 1.0})]
     rewards = {"clip": ClipScore("signboard:clip"), "ocr": OCR(), "extra": ClipScore("signboard:clip")}
-    module = RecastModule(Policy(), rewards, stages)
-    module._trainer = SimpleNamespace(current_epoch=0)
-    return module
+    return RecastModule(Policy(), rewards, stages)
 
 
 def watch(guard, module, *, clip=(), ocr=(), std=0.1, deviation=0.01, start=0):
@@ -29,9 +26,9 @@ def watch(guard, module, *, clip=(), ocr=(), std=0.1, deviation=0.01, start=0):
     said = []
     for i, (a, b) in enumerate(zip(clip, ocr, strict=True)):
         rollout = start + i
-        module._trainer.current_epoch = rollout
-        module.rollout_metrics = {
-            "rollout": rollout + 1.0, "stage": float(module.stage_index), "reward/clip/mean": a, "reward/ocr/mean": b,
+        module.run_state.metrics = {
+            "rollout": rollout + 1.0, "stage": float(module.credit.stage_index(rollout)),
+            "reward/clip/mean": a, "reward/ocr/mean": b,
             "rollout/image_std": std[i] if isinstance(std, list) else std,
             "rollout/deviation": deviation[i] if isinstance(deviation, list) else deviation,
         }  # fmt: skip

@@ -9,7 +9,7 @@ REWARDS = ("clip", "ocr")
     ("stages", "message"),
     [
         ([], "stages is empty"),
-        ([Stage("a", 0, {"clip": 1.0})], "rollouts must be at least 1, got 0"),
+        ([Stage("a", 0, {"clip": 1.0})], "epochs must be at least 1, got 0"),
         ([Stage("a", 1, {"clip": -1.0})], "budget of 'clip' must be a number ≥ 0, got -1.0"),
         ([Stage("a", 1, {"clip": float("nan")})], "budget of 'clip' must be a number"),
         ([Stage("a", 1, {"clip": 0.0})], "at least one budget must be above 0"),

@@ -10,8 +10,8 @@ from integration.tiny import config, fit, newest_run
 
 KILLS = 30
 LONG = {
-    "data__group_size": 4, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2,
-    "model__stages__0__rollouts": 10, "model__stages__1__rollouts": 10,
+    "data__group_size": 4, "model__rollout__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2,
+    "model__stages__0__epochs": 10, "model__stages__1__epochs": 10,
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def changes(folder: Path | None) -> dict:
         "model__rewards": {
             "clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}
         },
-        "model__stages": [{"name": "only", "rollouts": 1, "budgets": {"clip": 1}}],
+        "model__stages": [{"name": "only", "epochs": 1, "budgets": {"clip": 1}}],
         "trainer__callbacks__0__init_args__measure_after": False,
     }
 
@@ -94,8 +94,8 @@ def test_a_fit_encodes_what_it_draws_and_the_next_loads_no_encoder(runs, tmp_pat
 def test_two_processes_with_a_folder_give_the_single_process_adapter(runs, tmp_path):
     plain, _, folder = runs
     file = config(
-        tmp_path, **changes(tmp_path / "e"), model__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp",
-        model__policy__init_args__offload_frozen=True, model__reward_offload=True, model__reward_device=["cpu", "cpu"],
+        tmp_path, **changes(tmp_path / "e"), model__rollout__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp",
+        model__policy__init_args__offload_frozen=True, model__scoring__offload=True, model__scoring__device=["cpu", "cpu"],
     )  # fmt: skip
     command = [sys.executable, "-m", "recast_lightning", "fit", "--config", str(file)]
     done = subprocess.run(

@@ -7,7 +7,6 @@ import sys
 import textwrap
 import warnings
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,18 +14,19 @@ from helpers.toy_rewards import Brightness
 from integration.tiny import ROOT, adapters, config, fit, newest_run
 from lightning.pytorch.plugins import MixedPrecision
 
-import recast_lightning.training.module
-from recast_lightning.credit.stages import Stage
+from recast_lightning.credit import Stage
+from recast_lightning.evaluation import EvaluationBatch
+from recast_lightning.objective import NFTLoss
 from recast_lightning.policy import Policy
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rollout.samples import TrainItem
-from recast_lightning.training.module import RecastModule
+from recast_lightning.rollout import RunContext, TrainItem, sample_latents
+from recast_lightning.training import RecastModule
 
 CLIP = {"clip": {"class_path": "recast_lightning.rewards.ClipScore", "init_args": {"model": "signboard:clip"}}}
 SMALL = {
     "keep_steps": True,
     "model__rewards": CLIP,
-    "model__stages": [{"name": "only", "rollouts": 2, "budgets": {"clip": 1}, "credit": "static"}],
+    "model__stages": [{"name": "only", "epochs": 2, "budgets": {"clip": 1}, "credit": "static"}],
     "trainer__num_sanity_val_steps": 0,
     "trainer__check_val_every_n_epoch": 1000,
 }  # 2 rollouts of 2 optimizer steps of 3 micro-batches
@@ -34,7 +34,7 @@ SMALL = {
 
 def poison_loss(monkeypatch, call, value=torch.nan):
     """Make one sample's loss of one micro-batch, counted from 1, a NaN."""
-    calls, real = [], recast_lightning.training.module.nft_terms
+    calls, real = [], NFTLoss.forward
 
     def poisoned(*args, **kwargs):
         calls.append(1)
@@ -43,7 +43,7 @@ def poison_loss(monkeypatch, call, value=torch.nan):
             terms.loss[2] = value
         return terms
 
-    monkeypatch.setattr(recast_lightning.training.module, "nft_terms", poisoned)
+    monkeypatch.setattr(NFTLoss, "forward", poisoned)
 
 
 def poison_gradient(monkeypatch, call):
@@ -139,10 +139,10 @@ def test_skip_leaves_out_the_step_and_the_image_and_goes_on(tmp_path, monkeypatc
 
 SCRIPT = """
     import os, sys, torch
-    import recast_lightning.training.module as module
     from recast_lightning.cli import main
+    from recast_lightning.objective import NFTLoss
 
-    real, calls = module.nft_terms, []
+    real, calls = NFTLoss.forward, []
 
     def poisoned(*args, **kwargs):
         calls.append(1)
@@ -151,7 +151,7 @@ SCRIPT = """
             terms.loss[0] = torch.nan
         return terms
 
-    module.nft_terms = poisoned
+    NFTLoss.forward = poisoned
     main(sys.argv[1:])
 """
 
@@ -159,7 +159,7 @@ SCRIPT = """
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop", "skip"])
 def test_what_one_process_sees_all_do(tmp_path, action):
-    file = config(tmp_path, model__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp",
+    file = config(tmp_path, model__rollout__micro_batch_size=2, trainer__devices=2, trainer__strategy="ddp",
                   model__on_nonfinite=action, **SMALL)  # fmt: skip
     (tmp_path / "poisoned.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, str(tmp_path / "poisoned.py"), "fit", "--config", str(file)]
@@ -194,9 +194,9 @@ def test_evaluation_leaves_training_alone_bitwise(tmp_path):
 def trainable(policy, precision=nullcontext):
     """A module on the shared policy, whose adapters are put back afterwards."""
     before = {k: v.clone() for k, v in policy.state_dict().items() if ".lora_" in k}
-    module = RecastModule(policy, {"light": Brightness()}, [Stage("s", 1, {"light": 1.0})], kl_weight=0.1)
-    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=precision), current_epoch=0)
-    module._log_step = lambda **values: None
+    stages = [Stage("s", 1, {"light": 1.0})]
+    module = RecastModule(policy, {"light": Brightness()}, stages, NFTLoss(kl_weight=0.1))
+    module.context = RunContext(autocast=precision)
     try:
         yield module
     finally:
@@ -205,7 +205,7 @@ def trainable(policy, precision=nullcontext):
 
 
 TEXTS = ['a sign with a blue star below the text "TO"', 'a sign with two red circles above the text "CAT"']
-BATCH = {"prompts": [Prompt(t) for t in TEXTS], "occurrence": [0, 0], "index": [0, 1], "real": [True, True]}
+BATCH = EvaluationBatch([Prompt(t) for t in TEXTS], index=[0, 1], occurrence=[0, 0], real=[True, True])
 
 
 def step(module, optimizer):
@@ -241,7 +241,7 @@ def test_a_failure_in_an_evaluation_gives_the_adapters_back(policy, monkeypatch,
                 with monkeypatch.context() as patched:
                     patched.setattr(*places[where], fail)
                     with pytest.raises(RuntimeError, match="out of memory"):
-                        module.evaluate_batch(BATCH)
+                        module.evaluator.evaluate(BATCH, module.context)
             assert [(x._active_adapter, x._disable_adapters) for x in policy.adapters.layers] == state
             assert all(p.requires_grad for p in policy.adapter_parameters("default"))
             results.append(step(module, optimizer))
@@ -259,18 +259,20 @@ def caching():
 def test_sampling_and_training_see_new_weights_inside_a_hand_made_autocast(policy, precision, fresh):
     """The second case is the harm that the first avoids: there, the cache of the outer context serves old weights."""
     with trainable(policy, precision) as module, torch.autocast("cpu", torch.bfloat16):
-        prompts, weights = [Prompt(t) for t in TEXTS], policy.adapter_parameters("default")
-        keys = [("a", 0), ("a", 1)]
+        weights, keys = policy.adapter_parameters("default"), [("a", 0), ("a", 1)]
+
+        def draw():
+            return sample_latents(policy, keys, TEXTS, "default", module.context)
 
         def loss():
             with precision():
                 return step(module, torch.optim.SGD(weights, lr=0.0)) and torch.cat([w.grad.flatten() for w in weights])
 
-        drawn, gradient = module.draw(keys, prompts, "default"), loss()
+        drawn, gradient = draw(), loss()
         with torch.no_grad():
             for weight in weights:
                 weight += 0.1
-        assert (not torch.equal(module.draw(keys, prompts, "default"), drawn)) == fresh
+        assert (not torch.equal(draw(), drawn)) == fresh
         assert (not torch.equal(loss(), gradient)) == fresh
 
 
@@ -284,7 +286,7 @@ class Dot(Brightness):
 def test_scores_do_not_depend_on_autocast_around_them(policy):
     """Lightning evaluates inside autocast and rollouts are scored outside; a profile encodes prompts outside."""
     with trainable(policy, FORGETFUL) as module:
-        module.reward_models["light"] = Dot()
+        module.rewards["light"] = Dot()
         latents = torch.randn(2, *policy.latent_shape)
         results = []
         for context in (nullcontext, FORGETFUL):
@@ -292,7 +294,7 @@ def test_scores_do_not_depend_on_autocast_around_them(policy):
             with context():
                 images = policy.decode(latents)
                 results.append(
-                    [images, module.score(images, BATCH["prompts"], ["light"]), policy.encode_prompts(TEXTS)]
+                    [images, module.scoring.score(images, BATCH.prompts, ["light"]), policy.encode_prompts(TEXTS)]
                 )
     (images, scores, condition), (again, same, encoded) = results
     assert images.equal(again)

@@ -14,7 +14,7 @@ from recast_lightning.callbacks.renyi_profiler import has_drifted
 from recast_lightning.cli.entry import main
 from recast_lightning.credit import CreditMatrix, Profile
 
-ONE_STAGE = [{"name": "only", "rollouts": 3, "budgets": {"clip": 1, "hpsv2": 1}}]
+ONE_STAGE = [{"name": "only", "epochs": 3, "budgets": {"clip": 1, "hpsv2": 1}}]
 PROFILER = "trainer__callbacks__0__init_args__"
 
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_refreshes_when_the_straight_one_does(run, tmp_path):
 
 @pytest.mark.parametrize(("drift", "refreshed"), [(1e-9, True), (1e9, False)])
 def test_drift_decides_whether_to_measure_anew(tmp_path, drift, refreshed):
-    stages = [{**ONE_STAGE[0], "rollouts": 2}]
+    stages = [{**ONE_STAGE[0], "epochs": 2}]
     changes = options(drift=drift, drift_prompts=4, measure_after=False)
     folder = fit(tmp_path, model__stages=stages, **changes) / "stages/1-only"
     assert (folder / "rollout-1/profile.safetensors").exists() == refreshed
@@ -134,7 +134,7 @@ def test_the_policys_own_images_serve_where_they_are_good_enough(tmp_path):
             [],
             {
                 "model__rewards__geneval__init_args__mode": "upstream_partial",
-                "model__stages": [{"name": "only", "rollouts": 1, "budgets": {"geneval": 1}}],
+                "model__stages": [{"name": "only", "epochs": 1, "budgets": {"geneval": 1}}],
             },
             "geneval can score below 0 (down to -inf), which is no weight of a positive policy: give it a positive_map",
         ),

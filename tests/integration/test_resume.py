@@ -14,8 +14,8 @@ from integration.tiny import config, fit, newest_run, with_wandb
 
 from recast_lightning.cli.entry import main
 
-SMALL = {"data__group_size": 2, "model__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
-DOUBLE = {**SMALL, "model__micro_batch_size": 1, "trainer__devices": 2}
+SMALL = {"data__group_size": 2, "model__rollout__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
+DOUBLE = {**SMALL, "model__rollout__micro_batch_size": 1, "trainer__devices": 2}
 FSDP2 = {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
 STRATEGIES = {
     "ddp": "ddp",
@@ -164,7 +164,7 @@ def test_a_run_that_max_steps_ended_within_a_rollout_goes_on(straight, tmp_path)
 @pytest.mark.parametrize("accumulate", [1, 6])
 def test_cadence_is_in_rollouts_however_many_steps_they_have(tmp_path, accumulate):
     changes = {"trainer__accumulate_grad_batches": accumulate, "trainer__check_val_every_n_epoch": 2}
-    run = fit(tmp_path, **{**SMALL, **changes, "trainer__callbacks__4__init_args": {"every_n_rollouts": 2}})
+    run = fit(tmp_path, **{**SMALL, **changes, "trainer__callbacks__4__init_args": {"every_n_epochs": 2}})
     evaluations = [json.loads(line)["rollout"] for line in (run / "evaluation.jsonl").read_text().splitlines()]
     assert evaluations == [0, 2]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["last.ckpt", "rollout-0002.ckpt"]
@@ -212,14 +212,18 @@ def test_a_checkpoint_that_does_not_belong_is_refused(within, tmp_path, capsys, 
 
 
 def test_the_configuration_s_learning_rate_holds_over_the_checkpoint_s(within, tmp_path, capsys):
-    changes = {"model__learning_rate": 1e-5, "model__beta": 0.2, "model__warmup_steps": 0}
+    changes = {
+        "model__optimizer__learning_rate": 1e-5,
+        "model__objective__beta": 0.2,
+        "model__optimizer__warmup_steps": 0,
+    }
     run = fit(tmp_path, "--ckpt_path", str(within), "--trainer.max_epochs", "1", **{**SMALL, **changes})
     group = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][0]
     assert group["lr"] == 1e-5
     printed = capsys.readouterr().out
     assert "2 of 6 items" in printed
-    assert "now model.learning_rate 0.0008 → 1e-05" in printed
-    assert "now model.beta 0.1 → 0.2" in printed
+    assert "now model.optimizer.learning_rate 0.0008 → 1e-05" in printed
+    assert "now model.objective.beta 0.1 → 0.2" in printed
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path):

@@ -31,12 +31,12 @@ SIZES = {
     "model.policy.init_args.lora_rank": 4,
     "model.policy.init_args.lora_alpha": 8,
     "model.policy.init_args.max_sequence_length": 8,
-    "model.stages.0.rollouts": 1,
-    "model.stages.1.rollouts": 1,
-    "model.rollout_batch_size": 4,
-    "model.micro_batch_size": 4,
-    "model.num_workers": 0,
-    "model.learning_rate": 0.05,  # so that two steps show
+    "model.stages.0.epochs": 1,
+    "model.stages.1.epochs": 1,
+    "model.rollout.batch_size": 4,
+    "model.rollout.micro_batch_size": 4,
+    "model.scoring.num_workers": 0,
+    "model.optimizer.learning_rate": 0.05,  # so that two steps show
     "data.prompts_per_rollout": 2,
     "data.group_size": 4,
     "data.evaluation_batch_size": 2,
@@ -240,7 +240,7 @@ def test_stage_geneval_runs_without_t5_and_finds_objects_by_mask2former(geneval)
 def test_two_processes_share_a_run_as_the_ddp_file_says(tmp_path):
     """Workers that read text, too, and T5 left out of a pipeline that has it."""
     place = prepare(tmp_path, "ocr", with_t5=True)
-    sizes = {"trainer__devices": 2, "trainer__accumulate_grad_batches": 3, "model__num_workers": 1}
+    sizes = {"trainer__devices": 2, "trainer__accumulate_grad_batches": 3, "model__scoring__num_workers": 1}
     arguments = place.config("ocr", "hardware/ddp_8", "old_policy/slow", **sizes)
     run = start(["fit", *arguments, "--model.policy.init_args.use_t5", "false"])
     printed, _ = run.communicate(timeout=400)

@@ -19,7 +19,7 @@ from recast_lightning.cli.entry import main
 from recast_lightning.credit import CreditMatrix, Profile
 from recast_lightning.training.strategies import check_strategy
 
-STAGES = [{"name": "only", "rollouts": 2, "budgets": {"clip": 1, "hpsv2": 2}}]
+STAGES = [{"name": "only", "epochs": 2, "budgets": {"clip": 1, "hpsv2": 2}}]
 FSDP = {
     "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
     "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1, "save_distributed_checkpoint": False},
@@ -41,7 +41,7 @@ def configured(folder, name, callback=None, **changes):
         **{
             "model__stages": STAGES,
             "model__rewards": REWARDS,
-            "model__micro_batch_size": 8 // processes,
+            "model__rollout__micro_batch_size": 8 // processes,
             "data__prompts_per_rollout": 4,
             "data__validation": "signboard:test:7",
             "trainer__devices": processes,

@@ -17,14 +17,12 @@ def config(folder: Path, *, keep_steps: bool = False, **changes) -> Path:
     """
     text = yaml.safe_load((ROOT / "configs/signboard/demo.yaml").read_text())
     text["model"]["policy"]["init_args"] |= {"num_steps": 3, "lora_rank": 4}
+    text["model"]["objective"]["kl_weight"] = 1e-4
     text["model"] |= {
-        "kl_weight": 1e-4,
-        "timestep_fraction": 1.0,
-        "rollout_batch_size": 8,
-        "micro_batch_size": 4,
+        "rollout": {"batch_size": 8, "micro_batch_size": 4},
         "stages": [
-            {"name": "warmup", "rollouts": 2, "budgets": {"clip": 1, "hpsv2": 1}},
-            {"name": "text", "rollouts": 1, "budgets": {"clip": 1, "ocr": 2}, "credit": "static"},
+            {"name": "warmup", "epochs": 2, "budgets": {"clip": 1, "hpsv2": 1}},
+            {"name": "text", "epochs": 1, "budgets": {"clip": 1, "ocr": 2}, "credit": "static"},
         ],
     }
     text["data"] |= {
@@ -41,14 +39,14 @@ def config(folder: Path, *, keep_steps: bool = False, **changes) -> Path:
     }
     text["trainer"]["logger"] = [logger]
     text["trainer"]["callbacks"][0]["init_args"] |= {"num_prompts": 4, "levels": None}
-    text["trainer"]["callbacks"][-1]["init_args"] = {"every_n_rollouts": 1, "keep": -1}
+    text["trainer"]["callbacks"][-1]["init_args"] = {"every_n_epochs": 1, "keep": -1}
     if keep_steps:
         text["trainer"]["callbacks"].append({"class_path": "helpers.keep_steps.KeepSteps"})
     for path, value in changes.items():
         *parents, last = path.split("__")
         node = text
         for key in parents:
-            node = node[int(key) if isinstance(node, list) else key]
+            node = node[int(key)] if isinstance(node, list) else node.setdefault(key, {})
         node[last] = value
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"

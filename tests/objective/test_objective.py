@@ -1,9 +1,8 @@
 import pytest
 import torch
 
+from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule, nft_loss
 from recast_lightning.objective.advantages import group_advantages, level_advantages, optimality_probability
-from recast_lightning.objective.nft_loss import nft_loss, nft_terms
-from recast_lightning.objective.old_policy import old_policy_decay
 
 NAMES = ("velocity", "velocity_old", "x_sigma", "x0", "sigma", "r")
 
@@ -39,11 +38,36 @@ def slow_terms(velocity, velocity_old, x_sigma, x0, sigma, r, beta, clip):
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_terms_match_the_formula_number_by_number(beta):
     data = batch()
-    terms = nft_terms(**data, beta=beta, advantage_clip=5.0)
-    for got, expected in zip(terms, slow_terms(**data, beta=beta, clip=5.0), strict=True):
+    terms = NFTLoss(beta)(**data)
+    positive, negative, loss = slow_terms(**data, beta=beta, clip=5.0)
+    for got, expected in ((terms.positive, positive), (terms.negative, negative), (terms.loss, loss)):
         torch.testing.assert_close(got, expected)
+    assert terms.kl.eq(0).all()
     assert nft_loss(**data, beta=beta, advantage_clip=5.0).equal(terms.loss)
     assert terms.loss.shape == (4,)
+
+
+def test_leaving_the_reference_costs_its_weight():
+    data, reference = batch(), torch.randn_like(batch()["velocity"])
+    terms = NFTLoss(kl_weight=0.5)(**data, velocity_reference=reference)
+    torch.testing.assert_close(terms.kl, (data["velocity"] - reference).square().flatten(1).mean(1))
+    torch.testing.assert_close(terms.loss, NFTLoss()(**data).loss + 0.5 * terms.kl)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NFTLoss(beta=0.0), "beta must be above 0, got 0"),
+        (lambda: NFTLoss(kl_weight=-1.0), "kl_weight must be at least 0, got -1"),
+        (lambda: NFTLoss(advantage_clip=float("nan")), "advantage_clip must be above 0, got nan"),
+        (lambda: OldPolicySchedule(maximum=1.0), r"maximum must be in \[0, 1\), got 1"),
+        (lambda: Advantages(aggregation="mean"), "aggregation must be 'sum' or 'per_reward', got 'mean'"),
+        (lambda: Advantages(std="all"), "std must be 'level' or 'group', got 'all'"),
+    ],
+)
+def test_options_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 def test_gradient_flows_through_the_new_velocity_only_and_not_through_the_scale():
@@ -284,4 +308,4 @@ def test_optimality_probability_clips_and_centres():
 
 @pytest.mark.parametrize(("step", "decay"), [(0, 0.0), (75, 0.0), (76, 0.01), (85, 0.1), (1000, 0.5)])
 def test_old_policy_decay(step, decay):
-    assert old_policy_decay(step, rate=0.01, flat=75, maximum=0.5) == pytest.approx(decay)
+    assert OldPolicySchedule(rate=0.01, flat=75, maximum=0.5).decay(step) == pytest.approx(decay)

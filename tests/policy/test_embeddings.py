@@ -25,7 +25,7 @@ from recast_lightning.paths import EMBEDDED
 from recast_lightning.policy import Condition, Policy, PromptEncoder
 from recast_lightning.policy.embeddings import EmbeddingFolder, encoder_fingerprints
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.training.sampling import SamplingModule
+from recast_lightning.rollout import RunContext, encode_ahead
 
 TEXTS = ["a red sign", "two blue stars", "a green cross"]
 
@@ -235,13 +235,12 @@ def test_a_full_or_closed_disk_is_one_sentence_and_leaves_nothing_broken(tmp_pat
 
 
 class Process:
-    """One of several processes that encode ahead, as far as `SamplingModule.encode_ahead` can tell."""
+    """One of several processes that encode ahead."""
 
     def __init__(self, rank: int, world_size: int, fault: Exception | None = None, there: bool = True) -> None:
-        strategy = SimpleNamespace(reduce_boolean_decision=lambda fine: fine and not fault)
-        self.trainer = SimpleNamespace(
-            global_rank=rank, world_size=world_size, strategy=strategy, progress_bar_callback=None
-        )
+        failed = 1 if fault else 0  # of all processes
+        reduce = lambda fine, operation: torch.tensor(float(world_size - failed))  # noqa: E731
+        self.context = RunContext(rank, world_size, reduce=reduce)
         self.encoded: list[str] = []
         self.policy = SimpleNamespace(embedding_folder="e", encode_ahead=self.encode, has_embedding=lambda text: there)
         self.fault = fault if rank == 0 else None
@@ -252,7 +251,7 @@ class Process:
             raise self.fault
 
     def run(self) -> list[str]:
-        SamplingModule.encode_ahead(self, [Prompt(text) for text in "abcabd"])
+        encode_ahead(self.policy, [Prompt(text) for text in "abcabd"], self.context)
         return self.encoded
 
 

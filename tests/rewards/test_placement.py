@@ -16,8 +16,7 @@ from recast_lightning.rewards import ClipScore, GenEval, RewardModel
 from recast_lightning.rewards.clip.backbone import ClipBackbone
 from recast_lightning.rewards.geneval.detection import Detector
 from recast_lightning.rewards.geneval.mask2former import Mask2FormerDetector
-from recast_lightning.rollout.scoring import ScoringPool
-from recast_lightning.training.sampling import SamplingModule
+from recast_lightning.rollout import ScoringOptions, ScoringPool
 
 FAR, NEAR = torch.device("meta"), torch.device("cpu")  # "meta" stands for a GPU
 IMAGES, PROMPTS = torch.rand(2, 3, 64, 64), [Prompt("a sign")] * 2
@@ -65,10 +64,7 @@ class Heavy(RewardModel):
 
 def placed(given, local_rank: int = 0, processes: int = 1) -> torch.device | None:
     """Where rewards score on one process."""
-    trainer = SimpleNamespace(local_rank=local_rank, num_devices=processes)
-    module = SimpleNamespace(reward_device=given, trainer=trainer, scoring=SimpleNamespace(device="unset"))
-    SamplingModule.place_rewards(module)
-    return module.scoring.device
+    return ScoringOptions(device=given).device_of(local_rank, processes)
 
 
 def test_each_process_takes_its_device_of_a_list(monkeypatch):
@@ -86,8 +82,8 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
     assert placed("cuda:1") == torch.device("cuda:1")
     with pytest.raises(UserError, match="'cuda:2' is not there: this machine has 2 CUDA devices"):
         placed("cuda:2")
-    with pytest.raises(ValueError, match="reward_device is 'gpu1': expected cpu"):
-        SamplingModule(Policy(), {"a": Brightness()}, reward_device=["cpu", "gpu1"])
+    with pytest.raises(ValueError, match="scoring.device is 'gpu1': expected cpu"):
+        ScoringOptions(device=["cpu", "gpu1"])
 
 
 @pytest.mark.parametrize(
@@ -99,10 +95,10 @@ def test_on_the_command_line_it_is_one_sentence_before_anything_is_loaded(
 ):
     monkeypatch.setattr(Policy, "load", lambda *args: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", str(config(tmp_path, model__reward_device=given))])
+        main(["fit", "--config", str(config(tmp_path, model__scoring__device=given))])
     error = capsys.readouterr().err
     assert stop.value.code == 2
-    assert error.startswith("recast: error: reward_device ")
+    assert error.startswith("recast: error: scoring.device ")
     assert expected in error
     assert len(error.splitlines()) == 1
 
@@ -122,8 +118,7 @@ pytestmark = pytest.mark.usefixtures("_round_trips")
 @pytest.mark.parametrize("alone", [True, False])
 def test_weights_are_on_the_device_for_a_batch_only(alone):
     reward = Heavy(alone=alone)
-    SamplingModule(Policy(), {"heavy": reward}, reward_offload=True)
-    pool = ScoringPool({"heavy": reward}, device=FAR)
+    pool = ScoringPool({"heavy": reward}, device=FAR, offload=True)
     assert reward.weights.seen == []
     scores = [pool.submit(IMAGES, PROMPTS, ["heavy"]).result() for _ in range(2)]
     assert reward.weights.seen == [FAR, NEAR, FAR, NEAR]
@@ -133,7 +128,6 @@ def test_weights_are_on_the_device_for_a_batch_only(alone):
 
 def test_they_stay_where_they_are_by_default():
     reward = Heavy()
-    SamplingModule(Policy(), {"heavy": reward})
     ScoringPool({"heavy": reward}, device=FAR).submit(IMAGES, PROMPTS, ["heavy"])
     assert reward.weights.seen == [FAR]
 

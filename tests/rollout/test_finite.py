@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast_lightning.errors import UserError
 from recast_lightning.objective.advantages import group_advantages, level_advantages, optimality_probability
-from recast_lightning.rollout.diversity import within_group_spread
 from recast_lightning.rollout.finite import FiniteCheck, total_norm
+from recast_lightning.rollout.metrics import within_group_spread
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONSTANTS = (0.1, 1 / 3, 1e8, -1e8 / 3, 1e-30, -0.7, 1e-40, 5e-324, 0.0, -0.0)

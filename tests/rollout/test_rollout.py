@@ -6,8 +6,9 @@ import torch
 
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.errors import UserError
-from recast_lightning.evaluation.batches import ShardedBatches
+from recast_lightning.evaluation import EvaluationBatches
 from recast_lightning.objective.advantages import group_advantages, level_advantages, optimality_probability
+from recast_lightning.prompts import Prompt
 from recast_lightning.rollout.metrics import check_failures, constant_rewards, rollout_metrics
 from recast_lightning.rollout.samples import check_sizes, plan_samples
 from recast_lightning.training.data import PromptDataModule, load_prompts
@@ -51,9 +52,10 @@ def test_sizes_that_divide_pass():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_seven_evaluation_prompts_count_as_seven_on_any_world_size(world_size):
-    shards = [ShardedBatches(7, 2, rank, world_size) for rank in range(world_size)]
+    prompts = [Prompt(f"sign {i}") for i in range(7)]
+    shards = [EvaluationBatches(prompts, 2, rank, world_size) for rank in range(world_size)]
     assert len({len(shard) for shard in shards}) == 1
-    items = [item for shard in shards for chunk in shard for item in chunk]
+    items = [item for shard in shards for batch in shard for item in zip(batch.index, batch.real, strict=True)]
     assert sorted(i for i, real in items if real) == list(range(7))
 
 
