@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TRAINING = {
-    "rollout_batch_size": "[1, inf)", "micro_batch_size": "[1, inf)", "timestep_fraction": "(0, 1]", "beta": "(0, inf)",
-    "kl_weight": "[0, inf)", "advantage_clip": "(0, inf)", "failure_share": "[0, 1]", "learning_rate": "(0, inf)",
-    "weight_decay": "[0, inf)", "warmup_steps": "[0, inf)", "ema_decay": "[0, 1)", "old_rate": "[0, inf)",
-    "old_flat": "[0, inf)", "old_maximum": "[0, 1)", "seed": "[0, inf)",
-}  # fmt: skip
 
-
-def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, str]) -> None:
+def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, str], group: str = "") -> None:
     """Refuse numbers out of range, and NaN everywhere.
 
     Args:
         values: name → number; others are left alone.
         ranges: name → interval as in mathematics, e.g. `(0, 1]` or `[1, inf)`.
+        group: what the names belong to, for the sentence.
 
     Raises:
         ValueError: naming the first number that is out of its range.
@@ -30,4 +24,8 @@ def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, str]) -> None:
         below = value <= high if interval[-1] == "]" else value < high
         if not (above and below):
             words = f"at least {low:g}" if interval[0] == "[" else f"above {low:g}"
-            raise ValueError(f"{name} must be {words if interval.endswith('inf)') else f'in {interval}'}, got {value}.")
+            full, allowed = (
+                f"{group}.{name}" if group else name,
+                words if interval.endswith("inf)") else f"in {interval}",
+            )
+            raise ValueError(f"{full} must be {allowed}, got {value}.")

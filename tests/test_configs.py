@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.cli.lightning_cli import RecastCLI
 from recast_lightning.rollout.samples import check_sizes
 

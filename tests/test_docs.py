@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from recast_lightning.callbacks import CollapseGuard, ImageWriter, RenyiProfilerCallback, RunReport
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.credit.stages import Stage
 from recast_lightning.policy import Policy
 from recast_lightning.prompts.prompt import Prompt

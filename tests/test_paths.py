@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
 )
 from integration import tiny
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.errors import UserError
 from recast_lightning.paths import reading
 from recast_lightning.policy import Policy

@@ -12,7 +12,7 @@ from helpers.web import Answer, Script, serving
 from integration.tiny import config
 from PIL import Image
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy
 from recast_lightning.prompts.prompt import Prompt

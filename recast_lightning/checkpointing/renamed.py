@@ -1,6 +1,6 @@
 """Keys of configurations and checkpoints that were renamed. Imports nothing: configurations are checked by it first."""
 
-RENAMED = {
+RENAMED = {  # without the indices of lists
     "model.rollout_batch_size": "model.rollout.batch_size",
     "model.micro_batch_size": "model.rollout.micro_batch_size",
     "model.timestep_fraction": "model.rollout.timestep_fraction",
@@ -19,4 +19,7 @@ RENAMED = {
     "model.old_rate": "model.old_policy.rate",
     "model.old_flat": "model.old_policy.flat",
     "model.old_maximum": "model.old_policy.maximum",
+    "model.stages.rollouts": "model.stages.epochs",
+    "trainer.callbacks.init_args.rollouts": "trainer.callbacks.init_args.completions",
+    "trainer.callbacks.init_args.every_n_rollouts": "trainer.callbacks.init_args.every_n_epochs",
 }

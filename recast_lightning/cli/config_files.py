@@ -1,10 +1,25 @@
-"""Looks through YAML files before anything expensive is imported: syntax, and keys that come twice."""
+"""Looks through YAML files and options before anything is imported: syntax, keys that come twice, and renamed ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+from recast_lightning.checkpointing.renamed import RENAMED
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Refuse options that have got another name.
+
+    Raises:
+        ValueError: naming the option's new name.
+    """
+    for argument in arguments:
+        option = argument.removeprefix("--").partition("=")[0]
+        if argument.startswith("--") and option in RENAMED:
+            raise ValueError(f"The option --{option} is now --{RENAMED[option]}.")
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
@@ -15,7 +30,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
 
 
 def check_config_file(path: str) -> None:
-    """Refuse a file that is missing, is no YAML, is no mapping, or has a key twice (YAML would take the last silently).
+    """Refuse a file that is missing, is no YAML or no mapping, or has a renamed key, or one twice (YAML would take the last).
 
     Raises:
         ValueError: naming file, line and key.
@@ -36,19 +51,30 @@ def check_config_file(path: str) -> None:
         raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())}).") from error
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"The configuration {path} must hold keys and values, such as model: and data:.")
-    waiting: list[yaml.Node] = [node]
+    _check_keys(path, node)
+
+
+def _check_keys(path: str, root: Any) -> None:
+    """Look at every key of a file."""
+    import yaml
+
+    waiting: list[tuple[str, yaml.Node]] = [("", root)]
     while waiting:
-        current = waiting.pop()
+        place, current = waiting.pop()
         if isinstance(current, yaml.SequenceNode):
-            waiting += current.value
+            waiting += [(place, item) for item in current.value]
         elif isinstance(current, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in current.value:
-                line = key.start_mark.line + 1
-                if key.value in seen and isinstance(key, yaml.ScalarNode):
+                if not isinstance(key, yaml.ScalarNode):
+                    waiting.append((place, value))
+                    continue
+                line, name = key.start_mark.line + 1, f"{place}.{key.value}".lstrip(".")
+                if key.value in seen:
                     raise ValueError(
                         f"{path}, line {line}: the key {key.value!r} is already there in line {seen[key.value]}: keep one."
                     )
-                if isinstance(key, yaml.ScalarNode):
-                    seen[key.value] = line
-                waiting.append(value)
+                if name in RENAMED:
+                    raise ValueError(f"{path}, line {line}: {name} is now {RENAMED[name]}.")
+                seen[key.value] = line
+                waiting.append((name, value))

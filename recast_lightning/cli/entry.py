@@ -1,12 +1,14 @@
-"""The command line: Lightning's subcommands on RecastModule and PromptDataModule, and plain ones that need no Trainer."""
+"""The commands of `recast`, and which module runs each."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from argparse import HelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+
+from recast_lightning.cli.exits import configuring, fail
 
 TRAINER_COMMANDS = {
     "fit": "train: a profile before each stage, then its rollouts",
@@ -16,7 +18,7 @@ TRAINER_COMMANDS = {
     "profile": "measure when in denoising each reward can tell good from bad, and train nothing",
     "doctor": "check every part of a configuration before a long run",
 }
-PLAIN_COMMANDS = {
+PLAIN_COMMANDS = {  # each is a module of this folder
     "weights": "build W from a saved profile for any budgets, or compare two profiles",
     "report": "rebuild the report of a run",
     "prompts": "write a set of training prompts",
@@ -39,31 +41,6 @@ def help_text() -> str:
     )
 
 
-def report(run: Path) -> None:
-    """Rebuild report.html of a run from what its folder holds.
-
-    Args:
-        run: the run's folder.
-    """
-    from recast_lightning.report import write_report
-
-    print(write_report(run))
-
-
-def fail(message: str) -> NoReturn:
-    """Leave with one sentence and exit code 2."""
-    print(f"recast: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _checked(action: Callable[[], Any]) -> Any:
-    """Run what checks the user's configuration; what it raises is for the user."""
-    try:
-        return action()
-    except (ValueError, FileNotFoundError) as error:
-        fail(str(error))
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Run `recast` with the given arguments (default: the process's)."""
     arguments = list(sys.argv[1:] if args is None else args)
@@ -79,35 +56,23 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(
             f"{'there is no command' if command is None else f'unknown command {command!r}'}: expected one of {known}."
         )
-    from recast_lightning.cli.config_files import check_config_files
+    from recast_lightning.cli.config_files import check_config_files, check_options
 
-    _checked(lambda: check_config_files(arguments))
+    with configuring():
+        check_options(arguments)
+        check_config_files(arguments)
     os.environ.setdefault("WANDB_SILENT", "true")
-    from recast_lightning.cli.lightning_cli import RecastCLI
+    from recast_lightning.cli.lightning_cli import run
 
-    RecastCLI.run(None if args is None else arguments)
+    run(None if args is None else arguments)
 
 
 def _run_plain(command: str, arguments: list[str]) -> None:
     """A command that needs no Trainer."""
-    if command == "weights":
-        from recast_lightning.cli import weights
+    from recast_lightning.cli.parser import SentenceParser
 
-        weights.main(arguments)
-    elif command == "prompts":
-        from recast_lightning.cli import prompts
-
-        prompts.main(arguments)
-    else:
-        from jsonargparse import auto_cli
-
-        action: Any = report
-        if command == "signboard":
-            from recast_lightning.signboard.pretrain import pretrain
-
-            action = {"pretrain": pretrain}
-        _checked(lambda: auto_cli(action, args=arguments, prog=f"recast {command}"))
-
-
-if __name__ == "__main__":
-    main()
+    module = import_module(f"recast_lightning.cli.{command}")
+    parser = SentenceParser(prog=f"recast {command}", allow_abbrev=False, formatter_class=HelpFormatter)
+    module.add_arguments(parser)
+    with configuring():
+        module.run(parser.parse_args(arguments))

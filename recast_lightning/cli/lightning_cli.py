@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import signal
-import sys
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import WandbLogger
@@ -19,36 +17,61 @@ from rich.console import Console
 
 from recast_lightning import callbacks, proposals, rewards  # noqa: F401 (makes their short names known to the parser)
 from recast_lightning.callbacks import ImageWriter, RenyiProfilerCallback, RunReport
-from recast_lightning.checkpointing import records as history
+from recast_lightning.checkpointing import records
 from recast_lightning.checkpointing.compatibility import check_checkpoint
-from recast_lightning.checkpointing.interruption import requeue
-from recast_lightning.cli.entry import _checked, fail
-from recast_lightning.cli.sentences import explained
+from recast_lightning.cli.exits import configuring, fail, running
+from recast_lightning.cli.parser import SentenceParser
+from recast_lightning.cli.sentences import explained, groups_of
+from recast_lightning.cli.trainer import RecastTrainer
 from recast_lightning.cli.trainer_checks import check_run, check_trainer
-from recast_lightning.cli.trainer_commands import RecastTrainer
-from recast_lightning.errors import Interrupted, UserError
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
-from recast_lightning.training.data import PromptDataModule
-from recast_lightning.training.module import RecastModule
+from recast_lightning.training import PromptDataModule, RecastModule
 from recast_lightning.training.strategies import check_strategy, check_strategy_name
 from recast_lightning.training.trainer import run_folder
 
 _C = TypeVar("_C")
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 SECTIONS: dict[str, Any] = {
     "model": RecastModule, "data": PromptDataModule, "trainer": L.Trainer, "ckpt_path": None, "seed_everything": None,
 }  # fmt: skip
+UNHELPFUL = (  # warnings of libraries about what is meant to be so
+    "does not have many workers",
+    "in eval mode at the start",
+    "index_reduce",
+    "all_gather is deprecated",
+    "LeafSpec",
+    "Already found a `peft_config`",
+    "has `__len__` defined",
+    "overridden `transfer_batch_to_device`",
+    "The dirpath has changed",
+    "infer the batch indices",
+    "Previous log files in this directory",
+)
 
 
-class RecastParser(LightningArgumentParser):
-    """A parser whose errors are the sentence, without the page of usage before it."""
+def run(args: list[str] | None) -> None:
+    """Parse and run a command that needs a Trainer; the last line of a fit is the path of its report."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for text in UNHELPFUL:
+        warnings.filterwarnings("ignore", f".*{text}.*")
+    with running():
+        RecastCLI(
+            RecastModule,
+            PromptDataModule,
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=False,
+            trainer_class=RecastTrainer,
+            trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
+            auto_configure_optimizers=False,
+            args=args,
+        )
 
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Leave with the sentence and exit code 2; parsers of a part raise, so that the whole can say where."""
-        if not self.exit_on_error:
-            return super().error(message, ex)
-        return fail(explained(message, SECTIONS))
+
+class RecastParser(SentenceParser, LightningArgumentParser):
+    """Lightning's parser with errors of one sentence."""
+
+    sections = SECTIONS
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -61,7 +84,7 @@ class SaveRunConfig(SaveConfigCallback):
             folder = run_folder(trainer)  # asked for by every process
             for logger in trainer.loggers:
                 if folder and trainer.is_global_zero and isinstance(logger, WandbLogger) and logger.version:
-                    history.note_wandb_run(folder, logger.version)
+                    records.note_wandb_run(folder, logger.version)
 
 
 class RecastCLI(LightningCLI):
@@ -76,62 +99,6 @@ class RecastCLI(LightningCLI):
         """Lightning's, `profile` and `doctor`."""
         return {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in ("profile", "doctor")}}
 
-    @classmethod
-    def run(cls, args: list[str] | None) -> None:
-        """Parse and run; the last line of a fit is the path of its report."""
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        known = (
-            "does not have many workers",
-            "in eval mode at the start",
-            "index_reduce",
-            "all_gather is deprecated",
-            "LeafSpec",
-            "Already found a `peft_config`",
-            "has `__len__` defined",
-            "overridden `transfer_batch_to_device`",
-            "The dirpath has changed",
-            "infer the batch indices",
-            "Previous log files in this directory",
-        )
-        for noise in known:
-            warnings.filterwarnings("ignore", f".*{noise}.*")
-        try:
-            cls._build(args)
-        except UserError as error:
-            fail(str(error))
-        except OSError as error:
-            if error.errno not in CANNOT_WRITE:
-                raise
-            where = f" to {error.filename!r}" if error.filename else ""
-            fail(
-                f"Could not write{where}: {error.strerror}. Checkpoints are whole: mend it, then go on with --ckpt_path last."
-            )
-        except Interrupted as stop:
-            cls._leave(stop)
-
-    @staticmethod
-    @rank_zero_only
-    def _leave(stop: Interrupted) -> NoReturn:
-        """End as a process does that a signal ended, after asking SLURM for another turn if that was its warning."""
-        print(f"recast: stopped by {stop}; the same command with --ckpt_path last goes on from here.", file=sys.stderr)
-        if stop.number == signal.SIGUSR1:
-            print(f"recast: {requeue()}", file=sys.stderr)
-        sys.exit(128 + stop.number)
-
-    @classmethod
-    def _build(cls, args: list[str] | None) -> None:
-        cls(
-            RecastModule,
-            PromptDataModule,
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True},
-            seed_everything_default=False,
-            trainer_class=RecastTrainer,
-            trainer_defaults={"callbacks": [], "use_distributed_sampler": False, "enable_model_summary": False},
-            auto_configure_optimizers=False,
-            args=args,
-        )
-
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Use `RecastParser`."""
         kwargs.setdefault("dump_header", None)
@@ -144,8 +111,13 @@ class RecastCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if config.get("ckpt_path") == "last":
             self._find_last(config)
+        for name, value in vars(config.model).items():
+            if name in groups_of(RecastModule) and not isinstance(value, Namespace):
+                fail(f"model.{name}: expected a mapping of options, got {value!r}.")
         strategy = config.trainer.strategy
-        _checked(lambda: check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path))
+        with configuring():
+            check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path)
+            check_trainer(config.trainer)
         total = sum(stage["epochs"] for stage in config.model.stages)
         if config.trainer.max_epochs is None:
             config.trainer.max_epochs = total
@@ -157,7 +129,6 @@ class RecastCLI(LightningCLI):
             fail(
                 f"trainer.max_epochs must be 1 to {total}, the rollouts of the stages, got {config.trainer.max_epochs}."
             )
-        _checked(lambda: check_trainer(config.trainer))
 
     def _find_last(self, config: Any) -> None:
         """Take the newest `last.ckpt` of this configuration's runs, and let `fit` go on in its folder; else start afresh."""
@@ -167,7 +138,7 @@ class RecastCLI(LightningCLI):
             fail("ckpt_path is 'last', but there is no logger whose folder holds runs: give the path of a checkpoint.")
         folder = Path(first.save_dir) / (first.get("name") or "lightning_logs")
         config.ckpt_path = None
-        if (found := history.newest_checkpoint(folder)) is None:
+        if (found := records.newest_checkpoint(folder)) is None:
             if self.subcommand != "fit":
                 fail(f"ckpt_path is 'last', but no run in {str(folder)!r} has a checkpoint yet.")
             rank_zero_only(print)(f"No run in {folder} has a checkpoint yet: starting afresh.")
@@ -178,7 +149,7 @@ class RecastCLI(LightningCLI):
             first.version = int(run.name.removeprefix("version_"))
             for logger in loggers[1:]:
                 if "id" in logger.init_args:  # W&B's
-                    logger.init_args.id = logger.init_args.id or history.wandb_run(run)
+                    logger.init_args.id = logger.init_args.id or records.wandb_run(run)
             self.resumed_run = run
 
     def instantiate_classes(self) -> None:
@@ -188,30 +159,30 @@ class RecastCLI(LightningCLI):
         except (ValueError, FileNotFoundError, MisconfigurationException, ModuleNotFoundError) as error:
             fail(explained(str(error), SECTIONS))
 
-        def check() -> None:
-            checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
-            if checkpoint is not None and not Path(checkpoint).is_file():
-                raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
-            if checkpoint is not None:
-                check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
-            if self.subcommand == "doctor":
-                return  # finds all faults, not the first
-            check_strategy(self.trainer)
-            self.model.validate_config(self.datamodule, self.trainer.world_size)
-            items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
-            check_run(self.trainer, items if self.subcommand == "fit" else 0)
-            profilers = self._callbacks(RenyiProfilerCallback)
-            for profiler in profilers:
-                profiler.validate_config(self.model, self.datamodule)
-            waiting = [stage.name for stage in self.model.credit.stages if stage.credit != "static"]
-            if self.subcommand == "fit" and waiting and not profilers:
-                raise ValueError(
-                    f"Stage {waiting[0]!r} needs a profile: add RenyiProfilerCallback to trainer.callbacks."
-                )
-
-        _checked(check)
+        with configuring():
+            self._check()
         if self.resumed_run is not None:
-            rank_zero_only(history.set_metrics_aside)(self.resumed_run)
+            rank_zero_only(records.set_metrics_aside)(self.resumed_run)
+
+    def _check(self) -> None:
+        """Check what was built, all parts together; `doctor` finds all faults, not the first."""
+        checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
+        if checkpoint is not None:
+            check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
+        if self.subcommand == "doctor":
+            return
+        check_strategy(self.trainer)
+        self.model.validate_config(self.datamodule, self.trainer.world_size)
+        items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
+        check_run(self.trainer, items if self.subcommand == "fit" else 0)
+        profilers = self._callbacks(RenyiProfilerCallback)
+        for profiler in profilers:
+            profiler.validate_config(self.model, self.datamodule)
+        waiting = [stage.name for stage in self.model.credit.stages if stage.credit != "static"]
+        if self.subcommand == "fit" and waiting and not profilers:
+            raise ValueError(f"Stage {waiting[0]!r} needs a profile: add RenyiProfilerCallback to trainer.callbacks.")
 
     def _callbacks(self, kind: type[_C]) -> list[_C]:
         """The Trainer's callbacks of one kind."""

@@ -1,15 +1,14 @@
 """`recast prompts`: writes a set of training prompts."""
 
-import argparse
 import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from recast_lightning.cli.entry import fail
+from jsonargparse import ArgumentParser, Namespace
+
 from recast_lightning.prompts.geneval_set import geneval_families
 from recast_lightning.prompts.ocr_set import ocr_families
 from recast_lightning.prompts.prompt import Prompt
@@ -56,40 +55,32 @@ def summary(kind: str, prompts: Sequence[Prompt]) -> str:
     return f"{text}."
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are the sentence alone."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Runs `recast prompts`; what is wrong with the arguments or the file leaves in one sentence, with exit code 2."""
-    parser = _Parser(
-        prog="recast prompts",
-        description="Write a set of training prompts, no two alike; the same seed gives the same set.",
-        epilog="Example: recast prompts ocr -n 2000 --seed 1 --output ocr-train.txt",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = "Write a set of training prompts, no two alike; the same seed gives the same set."
+    parser.epilog = "Example: recast prompts ocr -n 2000 --seed 1 --output ocr-train.txt"
     parser.add_argument("kind", choices=tuple(_SUFFIX), help="ocr: a .txt file; geneval and signboard: .jsonl files")
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of prompts")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides which prompts (default: 0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="to write or replace (default: standard output)")
-    options = parser.parse_args(list(arguments))
+
+
+def run(options: Namespace) -> None:
+    """Write the prompts, and say on standard error what they are.
+
+    Raises:
+        ValueError: If the file cannot be of this kind, or there are not so many prompts.
+        OSError: If the file cannot be written.
+    """
     output: Path | None = options.output
-    try:
-        if output is not None and output.suffix != _SUFFIX[options.kind]:
-            raise ValueError(f"The output {output} must be a {_SUFFIX[options.kind]} file.")
-        if output is not None and not output.parent.is_dir():
-            raise ValueError(f"The folder {output.parent} does not exist.")
-        prompts = make_set(options.kind, options.n, options.seed)
-        text = "".join(f"{as_line(prompt)}\n" for prompt in prompts)
-        if output is None:
-            sys.stdout.write(text)
-        else:
-            output.write_text(text, encoding="utf-8", newline="\n")
-    except ValueError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"{error.filename or 'standard output'}: {error.strerror}.")
+    if output is not None and output.suffix != _SUFFIX[options.kind]:
+        raise ValueError(f"The output {output} must be a {_SUFFIX[options.kind]} file.")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"The folder {output.parent} does not exist.")
+    prompts = make_set(options.kind, options.n, options.seed)
+    text = "".join(f"{as_line(prompt)}\n" for prompt in prompts)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8", newline="\n")
     print(summary(options.kind, prompts), file=sys.stderr)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,7 +26,11 @@ def explained(message: str, sections: dict[str, Any]) -> str:
         message: as jsonargparse gives it, on many lines; each deeper line says more.
         sections: top-level key → the class or function whose parameters are its keys.
     """
-    return _explained([line for line in message.splitlines() if line.strip()], [], None, sections) or message
+    lines = [line for line in message.splitlines() if line.strip()]
+    try:
+        return _explained(lines, [], None, sections) or message
+    except (AttributeError, ImportError, LookupError, StopIteration):  # a form that jsonargparse did not have before
+        return lines[-1].strip()
 
 
 def _explained(lines: list[str], where: list[str], owner: Any, sections: dict[str, Any]) -> str:
@@ -51,7 +56,7 @@ def _explained(lines: list[str], where: list[str], owner: Any, sections: dict[st
     if wrong := re.fullmatch(r"Expected an? (.+?)\.? Got value: (.*)", head):
         return f"{place}: expected {_type(wrong[1])}, got {_value(wrong[2])}."
     if required := re.fullmatch(r"the following arguments are required: (.+)", head):
-        return f"{place} needs {required[1]}, which is missing."
+        return f"{place} needs {required[1]}, which is missing." if place else f"{required[1]} is missing."
     if abstract := re.fullmatch(r"Expected an instantiatable class, but (.+) is abstract", head):
         return f"{place}: there is no class_path, and {abstract[1]} alone is abstract: name the class."
     text = " ".join([head, *(line.strip() for line in rest)])
@@ -80,15 +85,30 @@ def _of_union(lines: list[str], where: list[str], owner: Any, sections: dict[str
 
 
 def _unknown_option(option: str, place: str, owner: Any, sections: dict[str, Any]) -> str:
-    section, _, name = option.rpartition(".")
+    """That an option is unknown, and which it may have meant; without an owner, it is named from the top."""
+    name, known = option, list(sections) if owner is None else _parameters(owner)
     if owner is None:
-        owner = sections.get(section)
-        known: Collection[str] = _parameters(owner) if owner else list(sections)
-        name = name if owner else option.partition(".")[0]
-        place = section if owner else ""
-    else:
-        name, known = option, _parameters(owner)
-    return f"{place + ' has' if place else 'There is'} no option {name!r}{suggestion(name, known)}"
+        path, groups = [], dict(sections)
+        for name in option.split("."):
+            known = list(groups)
+            if name not in groups:
+                break
+            path.append(name)
+            owner = groups[name]
+            groups = {} if owner is None else {**dict.fromkeys(_parameters(owner)), **groups_of(owner)}
+        place = ".".join(path)
+    start = f"{place + ' has' if place else 'There is'} no option {name!r}"
+    if owner is not None and not get_close_matches(name, known, 1):
+        grouped = {key: f"{group}.{key}" for group, within in groups_of(owner).items() for key in _parameters(within)}
+        if close := get_close_matches(name, grouped, 1):
+            return f"{start}: did you mean {grouped[close[0]]}?"
+    return f"{start}{suggestion(name, known)}"
+
+
+def groups_of(owner: Any) -> dict[str, Any]:
+    """Name → class of the parameters that are groups of options."""
+    defaults = {name: p.default for name, p in inspect.signature(owner).parameters.items()}
+    return {name: type(default) for name, default in defaults.items() if is_dataclass(default)}
 
 
 def suggestion(name: str, known: Iterable[str], *, show: bool = True) -> str:

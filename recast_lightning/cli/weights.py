@@ -5,15 +5,14 @@ No model is loaded. Shape legend: R rewards, T noise levels.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recast_lightning.cli.entry import fail
+from jsonargparse import ArgumentParser, Namespace
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -207,40 +206,11 @@ def parse_budgets(arguments: Sequence[str]) -> dict[str, float]:
     return budgets
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs `recast weights`; what is wrong with the arguments or files leaves in one sentence, with exit code 2."""
-    try:
-        options = _parse(arguments)
-        if "compare" in options:
-            _print_comparison(options["compare"], options.get("output"))
-        else:
-            built = _build(**options)
-            _print_weights(built)  # the pictures take longer than W
-            _draw(built)
-            print(built.folder)
-    except ValueError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(str(error) if error.errno is None else f"{error.filename}: {error.strerror}.")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are the sentence alone."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
-
-
-def _parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """The arguments that were given: some of those of `weights`, or ``compare`` and perhaps ``output``."""
-    parser = _Parser(
-        prog="recast weights",
-        usage="recast weights PROFILE [options]\n       recast weights --compare A B [--output FOLDER]",
-        description="Build the credit matrix W of a saved profile for any budgets; no model is loaded.",
-        epilog="Example: recast weights runs/demo/stages/1-all/profile --budgets ocr=2 clip=1",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.usage = "recast weights PROFILE [options]\n       recast weights --compare A B [--output FOLDER]"
+    parser.description = "Build the credit matrix W of a saved profile for any budgets; no model is loaded."
+    parser.epilog = "Example: recast weights runs/demo/stages/1-all/profile --budgets ocr=2 clip=1"
     # fmt: off
     parser.add_argument("profile", metavar="PROFILE", nargs="?", help="saved profile, with or without its suffix")
     parser.add_argument("--budgets", nargs="+", metavar="NAME=NUMBER",
@@ -255,15 +225,29 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"),
                         help="show whether two profiles say the same; with --output, write compare.json, too")
     # fmt: on
-    options = vars(parser.parse_args(list(arguments)))
-    if "budgets" in options:
-        options["budgets"] = parse_budgets(options["budgets"])
-    if ("profile" in options) == ("compare" in options):
+
+
+def run(options: Namespace) -> None:
+    """Build and print W, or a comparison.
+
+    Raises:
+        ValueError: If options do not go together.
+    """
+    given: dict[str, Any] = {name: value for name, value in vars(options).items() if value is not None}
+    if "budgets" in given:
+        given["budgets"] = parse_budgets(given["budgets"])
+    if ("profile" in given) == ("compare" in given):
         raise ValueError("Give either a PROFILE or --compare with two of them (see recast weights --help).")
-    unfit = [name for name in options if name not in ("compare", "output")]
-    if "compare" in options and unfit:
-        raise ValueError(f"--{unfit[0]} does not go with --compare, which takes equal budgets and the defaults.")
-    return options
+    if "compare" in given:
+        unfit = [name for name in given if name not in ("compare", "output")]
+        if unfit:
+            raise ValueError(f"--{unfit[0]} does not go with --compare, which takes equal budgets and the defaults.")
+        _print_comparison(given["compare"], given.get("output"))
+        return
+    built = _build(**given)
+    _print_weights(built)  # the pictures take longer than W
+    _draw(built)
+    print(built.folder)
 
 
 def _print_weights(built: Weights) -> None:

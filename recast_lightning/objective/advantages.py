@@ -29,9 +29,9 @@ class Advantages:
 
     def __post_init__(self) -> None:
         if self.std not in ("level", "group"):
-            raise ValueError(f"std must be 'level' or 'group', got {self.std!r}.")
+            raise ValueError(f"advantages.std must be 'level' or 'group', got {self.std!r}.")
         if self.aggregation not in ("sum", "per_reward"):
-            raise ValueError(f"aggregation must be 'sum' or 'per_reward', got {self.aggregation!r}.")
+            raise ValueError(f"advantages.aggregation must be 'sum' or 'per_reward', got {self.aggregation!r}.")
 
     def __call__(self, rewards: Tensor, level_weights: Tensor, groups: Tensor) -> Tensor:
         """Advantages [N, T] of rewards [N, R] with weights [R, T], of groups [N]."""

@@ -47,7 +47,8 @@ class NFTLoss(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
-        check_ranges(vars(self), {"beta": "(0, inf)", "kl_weight": "[0, inf)", "advantage_clip": "(0, inf)"})
+        ranges = {"beta": "(0, inf)", "kl_weight": "[0, inf)", "advantage_clip": "(0, inf)"}
+        check_ranges(vars(self), ranges, "objective")
 
     def forward(
         self,

@@ -20,7 +20,7 @@ class OldPolicySchedule:
     maximum: float = 0.5
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), {"rate": "[0, inf)", "flat": "[0, inf)", "maximum": "[0, 1)"})
+        check_ranges(vars(self), {"rate": "[0, inf)", "flat": "[0, inf)", "maximum": "[0, 1)"}, "old_policy")
 
     def decay(self, step: int) -> float:
         """η after so many rollouts."""

@@ -25,9 +25,8 @@ class RolloutOptions:
     timestep_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        check_ranges(
-            vars(self), {"batch_size": "[1, inf)", "micro_batch_size": "[1, inf)", "timestep_fraction": "(0, 1]"}
-        )
+        ranges = {"batch_size": "[1, inf)", "micro_batch_size": "[1, inf)", "timestep_fraction": "(0, 1]"}
+        check_ranges(vars(self), ranges, "rollout")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ScoringOptions:
     failure_share: float = 0.5
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), {"num_workers": "[0, inf)", "failure_share": "[0, 1]"})
+        check_ranges(vars(self), {"num_workers": "[0, inf)", "failure_share": "[0, 1]"}, "scoring")
         for device in self.device if isinstance(self.device, list) else [self.device]:
             _as_device(device)
 

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 import torch
-from diffusers import StableDiffusion3Pipeline
-from safetensors.torch import save_file
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import CLIPImageProcessorPil, CLIPModel
 
+from recast_lightning.files import write_atomically
 from recast_lightning.signboard import architecture
 from recast_lightning.signboard.tokenizer import build_tokenizer
 from recast_lightning.signboard.world import SIZE
@@ -27,9 +28,7 @@ def normalise(images: Tensor) -> Tensor:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file that is either whole or absent."""
-    partial = path.with_suffix(".partial")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, partial)
-    partial.rename(path)
+    write_atomically(path, save({k: v.contiguous() for k, v in tensors.items()}))
 
 
 def load_trained_clip(work: Path, name: str) -> CLIPModel:
@@ -49,14 +48,16 @@ def export_clip(work: Path, out: Path, name: str) -> None:
     CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=size).save_pretrained(folder)
 
 
-def export_pipeline(work: Path, out: Path) -> None:
-    """Write `out/base`: a StableDiffusion3Pipeline without T5."""
-    from recast_lightning.signboard.pretrain import build_policy_modules, latents, load_autoencoder
+def export_pipeline(out: Path, modules: nn.ModuleDict, vae: AutoencoderKL, shift: float, scale: float) -> None:
+    """Write `out/base`: a StableDiffusion3Pipeline without T5.
 
-    modules = build_policy_modules()
-    modules.load_state_dict(torch.load(work / "refinement.pt", weights_only=True)["average"])
-    vae = load_autoencoder(work)
-    _, shift, scale = latents(work, 0)
+    Args:
+        out: folder of the checkpoints.
+        modules: `transformer`, `text_encoder` and `text_encoder_2`, trained.
+        vae: trained.
+        shift: of its latents.
+        scale: of its latents.
+    """
     vae.register_to_config(shift_factor=shift, scaling_factor=scale)
     pipeline = StableDiffusion3Pipeline(
         vae=vae,

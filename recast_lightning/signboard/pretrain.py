@@ -6,6 +6,7 @@ exactly. The data are the renderer's drawings of training prompts.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recast_lightning.files import write_atomically
 from recast_lightning.seeds import generator
 from recast_lightning.signboard import architecture, export, world
 from recast_lightning.signboard.preferences import TASTES
@@ -58,7 +60,10 @@ def pretrain(
             _train_autoencoder(work, seed)
         elif stage == "transformer":
             _train_transformer(work, seed, transformer_steps)
-            export.export_pipeline(work, out)
+            modules = build_policy_modules()
+            modules.load_state_dict(torch.load(work / "refinement.pt", weights_only=True)["average"])
+            _, shift, scale = latents(work, seed)
+            export.export_pipeline(out, modules, load_autoencoder(work), shift, scale)
         elif stage == "clip":
             _train_clip(work, seed)
             export.export_clip(work, out, "clip")
@@ -73,9 +78,9 @@ def drawings(work: Path, seed: int) -> tuple[np.ndarray, Tensor]:
     scenes = list(itertools.islice(world.scenes(seed, "train", any_letters=True), DRAWINGS))
     if not path.exists():
         images = np.stack([world.draw_tensor(s, seed).numpy() for s in track(scenes, "drawing signs")])
-        partial = path.with_suffix(".partial.npy")
-        np.save(partial, images)
-        partial.rename(path)
+        content = io.BytesIO()
+        np.save(content, images)
+        write_atomically(path, content.getbuffer())
     tokens = build_tokenizer()([s.text for s in scenes], padding="max_length", truncation=True, return_tensors="pt")
     return np.load(path, mmap_mode="r"), tokens.input_ids
 
@@ -121,8 +126,9 @@ def _fit(
             recent.clear()
         if (step + 1) % 250 == 0 or step + 1 == steps:
             state = {"modules": modules.state_dict(), "average": average.state_dict(), "step": step + 1}
-            torch.save({**state, "optimizer": optimizer.state_dict()}, path.with_suffix(".partial"))
-            path.with_suffix(".partial").rename(path)
+            content = io.BytesIO()
+            torch.save({**state, "optimizer": optimizer.state_dict()}, content)
+            write_atomically(path, content.getbuffer())
     return average
 
 

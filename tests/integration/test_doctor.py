@@ -6,8 +6,8 @@ import pytest
 import torch
 from integration.tiny import config
 
+from recast_lightning.cli import main
 from recast_lightning.cli.doctor import check_picture, score_key, stored_scores
-from recast_lightning.cli.entry import main
 from recast_lightning.rewards import ClipScore, RewardModel
 
 

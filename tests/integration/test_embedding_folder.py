@@ -11,7 +11,7 @@ from diffusers import StableDiffusion3Pipeline
 from integration.tiny import ROOT, adapters, config, fit, newest_run
 from safetensors.torch import load_file
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.policy import Condition, Policy
 from recast_lightning.policy.embeddings import EmbeddingFolder
 from recast_lightning.training.data import load_prompts

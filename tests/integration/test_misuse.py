@@ -1,13 +1,16 @@
 """Bad input: one sentence, exit code 2, before any model is loaded."""
 
 import math
+from functools import reduce
 
 import pytest
 import torch
+import yaml
 from helpers.profiles import make_profile
 from integration.tiny import config
 
-from recast_lightning.cli.entry import main
+from recast_lightning.checkpointing.renamed import RENAMED
+from recast_lightning.cli import main
 from recast_lightning.policy import LORA_TARGETS, Policy
 
 CALLBACK = "trainer__callbacks__0__init_args__"
@@ -15,14 +18,20 @@ POLICY = "model__policy__init_args__"
 REWARDS = "recast_lightning.rewards"
 CASES = {
     # names
-    "misspelt key": ({"model__betta": 0.1}, "model has no option 'betta': did you mean beta?"),
+    "misspelt key": ({"model__betta": 0.1}, "model has no option 'betta': did you mean objective.beta?"),
+    "misspelt group": ({"model__objectiv": {"beta": 1}}, "model has no option 'objectiv': did you mean objective?"),
+    "misspelt key of a group": ({"model__rollout__batchsize": 4}, "has no option 'batchsize': did you mean batch_size?"),
+    "misspelt key of the objective": ({"model__objective__betta": 4}, "NFTLoss has no option 'betta': did you mean beta?"),
+    "a word for a number": ({"model__optimizer__learning_rate": "low"}, "learning_rate: expected a number, got 'low'"),
+    "a word for the objective's": ({"model__objective__beta": "low"}, "beta: expected a number, got 'low'"),
+    "a number for a group": ({"model__rollout": 4}, "model.rollout: expected"),
     "misspelt data key": ({"data__groupsize": 4}, "data has no option 'groupsize': did you mean group_size?"),
     "misspelt trainer key": ({"trainer__max_epoch": 1}, "trainer has no option 'max_epoch': did you mean max_epochs?"),
     "misspelt section": ({"modle": {"beta": 1}}, "There is no option 'modle': did you mean model?"),
     "misspelt policy option": ({POLICY + "lora_rang": 4}, "Policy has no option 'lora_rang': did you mean lora_rank?"),
     "misspelt profiler option": ({CALLBACK + "num_prompt": 4}, "has no option 'num_prompt': did you mean num_prompts?"),
-    "misspelt stage key": ({"model__stages__0__rollout": 1}, "Stage has no option 'rollout': did you mean rollouts?"),
-    "missing stage key": ({"model__stages": [{"name": "a", "budgets": {"clip": 1}}]}, "Stage needs rollouts"),
+    "misspelt stage key": ({"model__stages__0__rollout": 1}, "Stage has no option 'rollout'. Known are name, epochs"),
+    "missing stage key": ({"model__stages": [{"name": "a", "budgets": {"clip": 1}}]}, "Stage needs epochs"),
     "unknown reward class": (
         {"model__rewards__clip": {"class_path": f"{REWARDS}.ClopScore"}},
         "'ClopScore' in recast_lightning.rewards: did you mean ClipScore?",
@@ -44,8 +53,8 @@ CASES = {
     "unknown credit": ({"model__stages__0__credit": "magic"}, "expected one of recast, static, unprojected, got 'magic'"),
     "unknown solver": ({POLICY + "solver": "ddim"}, "expected one of dpm2, euler, got 'ddim'"),
     "unknown dtype": ({POLICY + "dtype": "fp16"}, "expected one of float32, bfloat16, float16, got 'fp16'"),
-    "aggregation": ({"model__aggregation": "mean"}, "expected one of sum, per_reward, got 'mean'"),
-    "a device that is none": ({"model__reward_device": "gpu0"}, "reward_device is 'gpu0': expected cpu, cuda"),
+    "aggregation": ({"model__advantages__aggregation": "mean"}, "expected one of sum, per_reward, got 'mean'"),
+    "a device that is none": ({"model__scoring__device": "gpu0"}, "scoring.device is 'gpu0': expected cpu, cuda"),
     # rewards, budgets, stages
     "budget for an absent reward": (
         {"model__stages__0__budgets": {"aesthetic": 1}}, "'aesthetic', but there is no such reward; configured are clip,",
@@ -58,24 +67,24 @@ CASES = {
     "budgets in a list": ({"model__stages__0__budgets": ["clip"]}, "Stage.budgets: expected a mapping, got ['clip']"),
     "two stages of one name": ({"model__stages__1__name": "warmup"}, "Stage 'warmup' comes twice"),
     "a stage's name as a path": ({"model__stages__0__name": "../up"}, "Stage '../up'"),
-    "a stage without rollouts": ({"model__stages__0__rollouts": 0}, "rollouts must be at least 1, got 0"),
+    "a stage without epochs": ({"model__stages__0__epochs": 0}, "epochs must be at least 1, got 0"),
     "no stages": ({"model__stages": []}, "stages is empty"),
     "no rewards": ({"model__rewards": {}}, "configured are none"),
     "reward name": ({"model__rewards": {"a b": {"class_path": f"{REWARDS}.ClipScore"}}}, "Reward name 'a b'"),
     # numbers
-    "beta 0": ({"model__beta": 0}, "beta must be above 0, got 0.0"),
-    "beta NaN": ({"model__beta": math.nan}, "beta must be above 0, got nan"),
-    "kl_weight": ({"model__kl_weight": -1}, "kl_weight must be at least 0, got -1.0"),
+    "beta 0": ({"model__objective__beta": 0}, "beta must be above 0, got 0.0"),
+    "beta NaN": ({"model__objective__beta": math.nan}, "beta must be above 0, got nan"),
+    "kl_weight": ({"model__objective__kl_weight": -1}, "kl_weight must be at least 0, got -1.0"),
     "ema_decay": ({"model__ema_decay": 1.5}, "ema_decay must be in [0, 1), got 1.5"),
-    "advantage_clip": ({"model__advantage_clip": 0}, "advantage_clip must be above 0, got 0.0"),
-    "learning_rate": ({"model__learning_rate": -1e-4}, "learning_rate must be above 0, got -0.0001"),
-    "old_maximum": ({"model__old_maximum": 2}, "old_maximum must be in [0, 1), got 2.0"),
+    "advantage_clip": ({"model__objective__advantage_clip": 0}, "advantage_clip must be above 0, got 0.0"),
+    "learning_rate": ({"model__optimizer__learning_rate": -1e-4}, "learning_rate must be above 0, got -0.0001"),
+    "old_maximum": ({"model__old_policy__maximum": 2}, "old_policy.maximum must be in [0, 1), got 2.0"),
     "seed": ({"model__seed": -1}, "seed must be at least 0, got -1"),
-    "failure share": ({"model__failure_share": 2}, "failure_share must be in [0, 1], got 2"),
-    "negative workers": ({"model__num_workers": -1}, "num_workers must be at least 0, got -1"),
-    "no micro-batch": ({"model__micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
-    "micro-batch that does not divide": ({"model__micro_batch_size": 3}, "take 2 or 4"),
-    "no rollout batch": ({"model__rollout_batch_size": 0}, "rollout_batch_size must be at least 1, got 0"),
+    "failure share": ({"model__scoring__failure_share": 2}, "failure_share must be in [0, 1], got 2"),
+    "negative workers": ({"model__scoring__num_workers": -1}, "num_workers must be at least 0, got -1"),
+    "no micro-batch": ({"model__rollout__micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+    "micro-batch that does not divide": ({"model__rollout__micro_batch_size": 3}, "take 2 or 4"),
+    "no rollout batch": ({"model__rollout__batch_size": 0}, "rollout.batch_size must be at least 1, got 0"),
     "group of one": ({"data__group_size": 1}, "group_size must be at least 2, got 1"),
     "too many prompts": ({"data__prompts_per_rollout": 40}, "prompts_per_rollout is 40, but 'signboard:train:12' has only 12"),
     # trainer
@@ -93,7 +102,7 @@ CASES = {
         "begins with WandbLogger",
     ),
     "checkpoint cadence": (
-        {"trainer__callbacks__4__init_args": {"every_n_rollouts": 0}}, "every_n_rollouts must be at least 1, got 0",
+        {"trainer__callbacks__4__init_args": {"every_n_epochs": 0}}, "every_n_epochs must be at least 1, got 0",
     ),
     # policy
     "missing policy path": ({POLICY + "path": "./nowhere"}, "'./nowhere' does not exist"),
@@ -257,6 +266,19 @@ def test_prompts_without_a_target_are_refused_when_ocr_is_used(tmp_path, capsys)
     assert "line 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_key_is_answered_with_the_new_one_before_torch_is_imported(tmp_path, capsys, old, new):
+    nested = reduce(
+        lambda inner, key: {key: [inner] if key in ("stages", "callbacks") else inner}, old.split(".")[::-1], 1
+    )
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(nested))
+    assert f"old.yaml, line {len(old.split('.'))}: {old} is now {new}." in refused(
+        ["fit", "-c", str(tmp_path / "old.yaml")], capsys
+    )
+    assert f"--{old} is now --{new}." in refused(["fit", f"--{old}=1"], capsys)
+    assert f"--{old} is now --{new}." in refused(["fit", f"--{old}", "1"], capsys)
+
+
 def test_a_missing_configuration_file_is_named(capsys):
     assert "nowhere.yaml does not exist" in refused(["fit", "--config", "nowhere.yaml"], capsys)
 
@@ -274,7 +296,9 @@ def test_help_is_there(arguments, capsys):
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("--model.betta", "did you mean beta?"),
+        ("--model.betta", "did you mean objective.beta?"),
+        ("--model.objective.betta", "did you mean beta?"),
+        ("--model.optimizer.rate", "no option 'rate'. Known are learning_rate, weight_decay, warmup_steps"),
         ("--trainer.stragety", "did you mean strategy?"),
         ("--foo", "no option 'foo'"),
     ],

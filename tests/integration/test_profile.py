@@ -11,7 +11,7 @@ from helpers.same_run import assert_same_run
 from integration.tiny import ROOT, config, fit
 
 from recast_lightning.callbacks.renyi_profiler import has_drifted
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
 
 ONE_STAGE = [{"name": "only", "epochs": 3, "budgets": {"clip": 1, "hpsv2": 1}}]

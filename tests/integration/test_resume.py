@@ -12,7 +12,7 @@ from helpers.commands import finish, start, with_callback, with_killer
 from helpers.same_run import assert_same_run
 from integration.tiny import config, fit, newest_run, with_wandb
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 
 SMALL = {"data__group_size": 2, "model__rollout__micro_batch_size": 2, "trainer__accumulate_grad_batches": 2}
 DOUBLE = {**SMALL, "model__rollout__micro_batch_size": 1, "trainer__devices": 2}

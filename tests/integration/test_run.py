@@ -10,7 +10,7 @@ import torch
 from helpers.same_run import assert_same_run
 from integration.tiny import ROOT, adapters, config, fit, newest_run, with_wandb
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
 
 

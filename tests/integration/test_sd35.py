@@ -19,7 +19,7 @@ from integration.tiny import ROOT, adapters, newest_run
 from matplotlib.figure import Figure
 from PIL import Image
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
 from recast_lightning.seeds import noise
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from PIL import Image
 from safetensors.torch import load_file
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
 from recast_lightning.training.strategies import check_strategy
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 
 ROOT = Path(__file__).parents[2]
 

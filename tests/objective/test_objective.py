@@ -57,12 +57,12 @@ def test_leaving_the_reference_costs_its_weight():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NFTLoss(beta=0.0), "beta must be above 0, got 0"),
-        (lambda: NFTLoss(kl_weight=-1.0), "kl_weight must be at least 0, got -1"),
-        (lambda: NFTLoss(advantage_clip=float("nan")), "advantage_clip must be above 0, got nan"),
-        (lambda: OldPolicySchedule(maximum=1.0), r"maximum must be in \[0, 1\), got 1"),
+        (lambda: NFTLoss(beta=0.0), "objective.beta must be above 0, got 0"),
+        (lambda: NFTLoss(kl_weight=-1.0), "objective.kl_weight must be at least 0, got -1"),
+        (lambda: NFTLoss(advantage_clip=float("nan")), "objective.advantage_clip must be above 0, got nan"),
+        (lambda: OldPolicySchedule(maximum=1.0), r"old_policy.maximum must be in \[0, 1\), got 1"),
         (lambda: Advantages(aggregation="mean"), "aggregation must be 'sum' or 'per_reward', got 'mean'"),
-        (lambda: Advantages(std="all"), "std must be 'level' or 'group', got 'all'"),
+        (lambda: Advantages(std="all"), "advantages.std must be 'level' or 'group', got 'all'"),
     ],
 )
 def test_options_out_of_range_are_refused(make, message):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.cli.prompts import make_set
 from recast_lightning.prompts import geneval_set
 from recast_lightning.prompts.geneval_names import COCO_CLASSES, COLORS
@@ -194,7 +194,7 @@ def test_impossible_sizes_are_refused(count):
         ),
         (["geneval", "-n", "5", "--output", "x.txt"], "The output x.txt must be a .jsonl file."),
         (["ocr", "-n", "5", "--output", "/none/x.txt"], "The folder /none does not exist."),
-        (["ocr"], "the following arguments are required: -n"),
+        (["ocr"], "n is missing"),
         (["poems", "-n", "5"], "invalid choice: 'poems'"),
     ],
 )

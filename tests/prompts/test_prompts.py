@@ -100,7 +100,7 @@ def test_lines_without_target_are_listed(tmp_path):
     with pytest.raises(
         ValueError,
         match=r"p\.txt: 7 of 8 prompts have no text for OCR to look for: nothing is quoted "
-        r"\(line 1, 5, 6, 7, 8, \.\.\.\), the quotes are empty \(line 4\)\. Quote it",
+        r"\(line 1, 5, 6, 7, 8 and 1 more\), the quotes are empty \(line 4\)\. Quote it",
     ):
         read_prompts(file, ocr=True)
     file = write(tmp_path / "p.jsonl", '{"prompt": "x \\"y\\"", "ocr": ""}')

@@ -8,7 +8,7 @@ import torch
 from helpers.toy_rewards import Brightness
 from integration.tiny import config
 
-from recast_lightning.cli.entry import main
+from recast_lightning.cli import main
 from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy, PromptEncoder
 from recast_lightning.prompts.prompt import Prompt

@@ -133,10 +133,10 @@ def test_a_reward_that_breaks_in_a_rollout_leaves_no_worker(collecting):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ScoringOptions(failure_share=1.5), r"failure_share must be in \[0, 1\], got 1.5"),
-        (lambda: ScoringOptions(num_workers=-1), "num_workers must be at least 0, got -1"),
-        (lambda: RolloutOptions(timestep_fraction=0.0), "timestep_fraction must be in"),
-        (lambda: RolloutOptions(timestep_fraction=1.5), "timestep_fraction must be in"),
+        (lambda: ScoringOptions(failure_share=1.5), r"scoring.failure_share must be in \[0, 1\], got 1.5"),
+        (lambda: ScoringOptions(num_workers=-1), "scoring.num_workers must be at least 0, got -1"),
+        (lambda: RolloutOptions(timestep_fraction=0.0), "rollout.timestep_fraction must be in"),
+        (lambda: RolloutOptions(timestep_fraction=1.5), "rollout.timestep_fraction must be in"),
         (
             lambda: RecastModule(Policy(), {"ocr": OCR()}, [Stage("s", 1, {"ocr": 1.0})], seed=-1),
             "seed must be at least",

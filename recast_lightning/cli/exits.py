@@ -1,0 +1,65 @@
+"""How a command ends: with one sentence and exit code 2 where the user has something to mend, or as a signal asks."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from recast_lightning.errors import Interrupted, UserError
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+
+
+def fail(message: str) -> NoReturn:
+    """Leave with one sentence and exit code 2."""
+    print(f"recast: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def configuring() -> Iterator[None]:
+    """While arguments and files are read and checked: what is wrong with them is the user's to mend."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(str(error) if error.errno is None else f"{error.filename or 'standard output'}: {error.strerror}.")
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """While a run is under way: a `UserError` is a sentence, a full disk too, and a signal ends as signals do."""
+    try:
+        yield
+    except UserError as error:
+        fail(str(error))
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        where = f" to {error.filename!r}" if error.filename else ""
+        fail(
+            f"Could not write{where}: {error.strerror}. Checkpoints are whole: mend it, then go on with --ckpt_path last."
+        )
+    except Interrupted as stop:
+        _leave(stop)
+
+
+def _leave(stop: Interrupted) -> None:
+    """End as a process does that a signal ended, after asking SLURM for another turn if that was its warning."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from recast_lightning.checkpointing.interruption import requeue
+
+    @rank_zero_only
+    def leave() -> None:
+        print(f"recast: stopped by {stop}; the same command with --ckpt_path last goes on from here.", file=sys.stderr)
+        if stop.number == signal.SIGUSR1:
+            print(f"recast: {requeue()}", file=sys.stderr)
+        sys.exit(128 + stop.number)
+
+    leave()
