@@ -99,7 +99,7 @@ CASES = {
     # policy
     "missing policy path": ({POLICY + "path": "./nowhere"}, "'./nowhere' does not exist"),
     "unknown embedded policy": ({POLICY + "path": "signboard:bas"}, "known are signboard:base"),
-    "picture size": ({POLICY + "height": 60}, "height is 60, but base draws pictures whose sides are"),
+    "picture size": ({POLICY + "height": 60}, "height is 60, but 'signboard:base' draws pictures whose sides are"),
     "picture too large": ({POLICY + "width": 128}, "width is 128"),
     "one level": ({POLICY + "num_steps": 1}, "num_steps must be at least 2, got 1"),
     "lora_alpha": ({POLICY + "lora_alpha": 0}, "lora_alpha must be above 0, got 0"),

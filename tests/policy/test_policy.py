@@ -164,14 +164,6 @@ def test_a_path_that_is_no_pipeline_is_refused(tmp_path):
         Policy(path="signboard:nothing").validate()
 
 
-def test_t5_without_tokens_is_refused(tmp_path):
-    (tmp_path / "model_index.json").write_text('{"text_encoder_3": ["transformers", "T5EncoderModel"]}')
-    with pytest.raises(ValueError, match="max_sequence_length is 0, but .* has T5"):
-        Policy(path=str(tmp_path)).validate()
-    Policy(path=str(tmp_path), max_sequence_length=128).validate()
-    Policy(path=str(tmp_path), use_t5=False).validate()
-
-
 def test_the_state_dict_has_the_adapters_only(policy):
     names = set(policy.state_dict())
     assert names == {n for n, _ in policy.named_parameters() if ".lora_" in n}
