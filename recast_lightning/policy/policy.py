@@ -146,14 +146,14 @@ class Policy(nn.Module):
         found = PipelineFolder.find(self.path) or fetch_index(self.path)
         loader = PipelineLoader(resolve(self.path, "policy"), found.pipeline_class, self.dtype)
         pipeline = loader.load("pipeline", without=family_of(found).text_parts)
-        self.family = self._fitting_family(
-            PipelineFolder.find(self.path) or found
-        )  # by now the hub's files are here, too
+        found = PipelineFolder.find(self.path) or found  # now with all files that are checked, from the hub, too
+        self.family = self._fitting_family(found)
         self.transformer = pipeline.transformer
         self._told_apart_by = sample_of_weights(self.transformer)
         if self.family.guidance is not None:
-            self._told_apart_by += f"guidance {self.family.guidance}".encode()
-        self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
+            self._told_apart_by += f"guidance {self.family.guidance:g}".encode()
+        targets = self._lora_targets or self.family.lora_targets
+        self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         if self.compile_blocks:
@@ -171,12 +171,12 @@ class Policy(nn.Module):
 
         def load_encoders() -> Any:
             encoders = loader.load("text encoders", without=["transformer", "vae", *unused])
-            encoders.register_modules(
-                transformer=self.transformer
-            )  # SD3's zeros in T5's place take their width from it
+            encoders.register_modules(transformer=self.transformer)  # it knows the width of what stands for no T5
             return encoders
 
-        folder = self._open_folder(self.family, loader.folder(without=unused)) if self.embedding_folder else None
+        folder = None
+        if self.embedding_folder is not None:
+            folder = self._open_folder(self.family, loader.folder(without=unused))
         return PromptEncoder(self.family, load_encoders, self.embedding_cache, self.offload_frozen, folder)
 
     def _open_folder(self, family: Family, pipeline: Path) -> EmbeddingFolder:
