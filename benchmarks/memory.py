@@ -50,7 +50,7 @@ def of_policy() -> dict:
     """Bytes of the adapters and of what FSDP2 shards; peaks and TFLOP of sampling and training."""
     policy, adapters = shapes.with_adapters()
     model, trained = policy.transformer, adapters.parameters("default")
-    blocks = [shapes.size(list(block.parameters())) for block in model.transformer_blocks]
+    blocks = [shapes.size(list(block.parameters())) for block in policy.family.blocks(model)]
     everything = shapes.size(list(model.parameters()))
     held = {
         "modules": len(adapters.layers),

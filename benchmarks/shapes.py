@@ -23,7 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from recast_lightning.objective import NFTLoss
 from recast_lightning.policy import Condition, Policy
-from recast_lightning.policy.adapters import Adapters
+from recast_lightning.policy.families import SD3
+from recast_lightning.policy.lora import Adapters
+from recast_lightning.policy.pipeline_folder import PipelineFolder
 
 SIZE, TOKENS, LEVELS = 512, 333, 25  # pixels a side; 77 tokens of CLIP and 256 of T5; T
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -152,6 +154,7 @@ def with_adapters() -> tuple[Policy, Adapters]:
     """The policy with its three adapters, on the meta device."""
     policy = Policy(height=SIZE, width=SIZE, num_steps=LEVELS, max_sequence_length=TOKENS - 77, dtype="bfloat16")
     policy.transformer = on_meta(transformer, BF16)
+    policy.family = SD3(PipelineFolder.find(policy.path), policy.max_sequence_length)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy.adapters = Adapters(policy.transformer, policy.lora_rank, policy.lora_alpha, policy.lora_targets, seed=0)
@@ -235,11 +238,12 @@ def tflop(run: Callable[[], object]) -> float:
 
 def draw(policy: Policy, batch: int) -> tuple[Tensor, Tensor, Condition]:
     """Latents, their levels, and encoded prompts."""
-    condition = Condition(
-        torch.empty(batch, TOKENS, policy.transformer.config.joint_attention_dim, dtype=policy.dtype),
-        torch.empty(batch, policy.transformer.config.pooled_projection_dim, dtype=policy.dtype),
-    )
-    return torch.empty(batch, 16, SIZE // 8, SIZE // 8), torch.empty(batch), condition
+    config = policy.transformer.config
+    tensors = {
+        "embeddings": torch.empty(batch, TOKENS, config.joint_attention_dim, dtype=policy.dtype),
+        "pooled": torch.empty(batch, config.pooled_projection_dim, dtype=policy.dtype),
+    }
+    return torch.empty(batch, 16, SIZE // 8, SIZE // 8), torch.empty(batch), Condition(tensors)
 
 
 def train_step(policy: Policy, batch: int) -> None:

@@ -66,8 +66,6 @@ def test_every_option_is_in_its_table_with_its_default(cls):
     for name, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty:
             assert rows[name] == "required", name
-        elif name == "lora_targets":
-            assert rows[name] == "all eight attention projections"
         else:
             value = yaml.safe_load(rows[name].strip("`"))
             value = float(value) if isinstance(parameter.default, float) else value

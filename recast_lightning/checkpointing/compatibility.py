@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from recast_lightning.checkpointing.run_state import FORMAT, KEY
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.credit.stages import Stage
 from recast_lightning.errors import UserError
-from recast_lightning.paths import resolve
 from recast_lightning.policy import Policy
-from recast_lightning.policy.files import weight_shapes
+from recast_lightning.policy.pipeline_folder import PipelineFolder
 
 _PREFIX = "policy.transformer."
 MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
@@ -49,13 +47,15 @@ def check_checkpoint(path: str, policy: Policy, *, training: bool) -> None:
         raise ValueError(f"{path} was trained at {levels.shape[1]} levels, but num_steps is {policy.num_steps}.")
     shapes = {k.partition(".lora_A.")[0]: w.shape[1] for k, w in state["state_dict"].items() if ".lora_A." in k}
     adapted = {key.removeprefix(_PREFIX): size for key, size in shapes.items()}
-    for target in policy.lora_targets:
+    targets = policy.lora_targets  # none, for a hub id that is not in the cache yet
+    for target in targets:
         if not any(module.endswith(target) for module in adapted):
             raise ValueError(f"{path} has no adapters on {target!r}, which lora_targets asks for.")
     for module in adapted:
-        if not module.endswith(tuple(policy.lora_targets)):
+        if targets and not module.endswith(targets):
             raise ValueError(f"{path} has adapters on {module!r}, which lora_targets does not name.")
-    base = weight_shapes(Path(resolve(policy.path, "policy")))
+    pipeline = PipelineFolder.find(policy.path)
+    base = pipeline.weight_shapes() if pipeline else {}
     for module, size in adapted.items():
         if base and (f"{module}.weight" not in base or base[f"{module}.weight"][1] != size):
             raise ValueError(

@@ -1,7 +1,8 @@
-"""The policy: a diffusers SD3 pipeline with LoRA adapters. The only place that knows diffusers and peft."""
+"""The policy: a flow-matching diffusers pipeline with LoRA adapters. The only place that knows diffusers and peft."""
 
-from recast_lightning.policy.adapters import ADAPTERS, LORA_TARGETS, Adapter, Adapters
-from recast_lightning.policy.embeddings import Condition, PromptEncoder
+from recast_lightning.policy.condition import Condition
+from recast_lightning.policy.lora import ADAPTERS, Adapter, Adapters
 from recast_lightning.policy.policy import Policy
+from recast_lightning.policy.prompt_encoder import PromptEncoder
 
-__all__ = ["ADAPTERS", "LORA_TARGETS", "Adapter", "Adapters", "Condition", "Policy", "PromptEncoder"]
+__all__ = ["ADAPTERS", "Adapter", "Adapters", "Condition", "Policy", "PromptEncoder"]

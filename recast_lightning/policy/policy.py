@@ -1,4 +1,4 @@
-"""A diffusers SD3 pipeline with LoRA adapters.
+"""A flow-matching text-to-image pipeline of diffusers with LoRA adapters.
 
 Shape legend: B batch, C H W latents; noise levels ascend from clean to noisy.
 """
@@ -13,23 +13,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from recast_lightning.files import content_hash
 from recast_lightning.flow.ode import sample_ode
-from recast_lightning.policy.adapters import LORA_TARGETS, Adapter, Adapters, base_digest, compile_each
-from recast_lightning.policy.embeddings import (
-    TEXT_PARTS,
-    Condition,
-    EmbeddingFolder,
-    PromptEncoder,
-    encoder_fingerprints,
-)
-from recast_lightning.policy.files import check_lora_targets, check_picture_size, has_t5
-from recast_lightning.policy.sharding import shard, whole
+from recast_lightning.paths import resolve
+from recast_lightning.policy.condition import Condition
+from recast_lightning.policy.embedding_folder import EmbeddingFolder, encoder_fingerprints
+from recast_lightning.policy.families import Family, family_of
+from recast_lightning.policy.loading import PipelineLoader
+from recast_lightning.policy.lora import Adapter, Adapters, compile_blocks, sample_of_weights
+from recast_lightning.policy.pipeline_folder import PipelineFolder, check_lora_targets, check_sides, fetch_index
+from recast_lightning.policy.prompt_encoder import PromptEncoder
+from recast_lightning.policy.sharding import gathered, shard
 from recast_lightning.ranges import check_ranges
 
 RANGES = {
     "lora_rank": "[1, inf)",
     "lora_alpha": "(0, inf)",
     "max_sequence_length": "[0, inf)",
+    "guidance": "[0, inf)",
     "embedding_cache": "[0, inf)",
 }
 
@@ -41,16 +42,19 @@ class Policy(nn.Module):
     helpers that stay out of optimizers and checkpoints. The `state_dict` has the adapters, not the base.
 
     Args:
-        path: folder or hub id of a `StableDiffusion3Pipeline`, or `signboard:base` for the embedded one.
+        path: folder or hub id of a diffusers pipeline of a served family (SD3, FLUX.1), or `signboard:base` for the
+            embedded one.
         height: picture height in pixels.
         width: picture width in pixels.
         num_steps: T, sampling steps, which are also the levels that are trained at.
         solver: `dpm2` (DPM-Solver++ 2M) or `euler`, on the scheduler's own grid.
         lora_rank: rank of the adapters.
         lora_alpha: scale of the adapters.
-        lora_targets: modules that get adapters, by the end of their name.
-        max_sequence_length: T5 tokens. Without T5, diffusers puts as many zero embeddings in their place; 0 leaves them out.
-        use_t5: whether to load T5 where the pipeline has one.
+        lora_targets: modules that get adapters, by the end of their name; default the family's.
+        max_sequence_length: T5 tokens; default 256 for SD3 with T5, 512 for FLUX, 0 without T5, in whose place diffusers puts
+            as many zero embeddings.
+        use_t5: whether to load T5 where the pipeline has one and does without.
+        guidance: scale of an embedded guidance, for a model that has one; default 3.5 for FLUX.
         offload_frozen: keep text encoders and VAE on the CPU except while they work.
         dtype: of the frozen weights; adapters are float32.
         gradient_checkpointing: trade compute for memory in the trained pass.
@@ -58,6 +62,9 @@ class Policy(nn.Module):
         embedding_folder: keep encoded prompts on disk here, for this run and later ones; default in memory only.
         compile_blocks: compile the transformer's blocks (`torch.compile`), anew for each adapter and mode.
     """
+
+    family: Family  # from `load` on
+    transformer: Any
 
     def __init__(
         self,
@@ -68,9 +75,10 @@ class Policy(nn.Module):
         solver: Literal["dpm2", "euler"] = "dpm2",
         lora_rank: int = 32,
         lora_alpha: int = 64,
-        lora_targets: Sequence[str] = LORA_TARGETS,
-        max_sequence_length: int = 0,
+        lora_targets: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
         use_t5: bool = True,
+        guidance: float | None = None,
         offload_frozen: bool = False,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         gradient_checkpointing: bool = False,
@@ -83,109 +91,120 @@ class Policy(nn.Module):
             raise ValueError(
                 f"num_steps must be at least 2, got {num_steps}: credit in time needs more than one level."
             )
-        if not lora_targets:
-            raise ValueError("lora_targets is empty: name at least one module, as the default does.")
+        if lora_targets is not None and not lora_targets:
+            raise ValueError("lora_targets is empty: name at least one module, or leave it out.")
         self.path, self.height, self.width = path, height, width
         self.num_steps, self.solver = num_steps, solver
-        self.lora_rank, self.lora_alpha, self.lora_targets = lora_rank, lora_alpha, tuple(lora_targets)
-        self.max_sequence_length, self.use_t5, self.offload_frozen = max_sequence_length, use_t5, offload_frozen
+        self.lora_rank, self.lora_alpha, self._lora_targets = lora_rank, lora_alpha, tuple(lora_targets or ())
+        self.max_sequence_length, self.use_t5, self.guidance = max_sequence_length, use_t5, guidance
+        self.offload_frozen = offload_frozen
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.gradient_checkpointing = gradient_checkpointing
         self.embedding_cache, self.embedding_folder = embedding_cache, embedding_folder
         self.compile_blocks, self.sharded = compile_blocks, False
         self._helpers: dict[str, Any] = {}
-        self.register_state_dict_post_hook(_keep_adapters)
-        check_ranges(vars(self), RANGES)
+        self.register_state_dict_post_hook(_drop_all_but_adapters)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_ranges(given, {name: interval for name, interval in RANGES.items() if name in given})
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Modules that get adapters; empty while they are the family's and the pipeline is not on this machine yet."""
+        if self._lora_targets:
+            return self._lora_targets
+        pipeline = PipelineFolder.find(self.path)
+        return family_of(pipeline).lora_targets if pipeline else ()
 
     def validate(self) -> None:
-        """Check the path without loading anything.
+        """Check path and options without loading anything; for a hub id that is not in the local cache, `load` does it.
 
         Raises:
-            ValueError: if a local path is missing or is not an SD3 pipeline, does not fit picture size and adapters, its T5
-                would get no tokens, or `embedding_folder` holds what other encoders made.
+            ValueError: if a local path is missing or is no pipeline of a served family, or does not fit picture size,
+                adapters, T5 tokens or guidance, or `embedding_folder` holds what other encoders made.
         """
-        from recast_lightning.paths import resolve
+        pipeline = PipelineFolder.find(self.path)
+        if pipeline is None:
+            return
+        family = self._fitting_family(pipeline)
+        if self.embedding_folder is not None and Path(resolve(self.path, "policy")).is_dir():
+            self._open_folder(family, pipeline.folder)
 
-        folder = Path(resolve(self.path, "policy"))
-        if folder.is_dir() and not (folder / "model_index.json").is_file():
-            raise ValueError(
-                f"Policy path {self.path!r} has no model_index.json: it must be a saved diffusers pipeline."
-            )
-        check_picture_size(folder, self.height, self.width)
-        check_lora_targets(folder, self.lora_targets)
-        if self.use_t5 and self.max_sequence_length < 1 and has_t5(folder):
-            raise ValueError(
-                f"max_sequence_length is {self.max_sequence_length}, but {self.path!r} has T5: "
-                "give 128 to 256, or use_t5: false."
-            )
-        if self.embedding_folder is not None and folder.is_dir():
-            self._open_folder(folder)
+    def _fitting_family(self, pipeline: PipelineFolder) -> Family:
+        family = family_of(pipeline)(pipeline, self.max_sequence_length, self.use_t5, self.guidance)
+        check_sides(self.path, self.height, self.width, *family.sides)
+        check_lora_targets(pipeline, self._lora_targets or family.lora_targets)
+        return family
 
     def load(self, seed: int = 0) -> None:
-        """Load the pipeline and add adapters whose first weights are keyed by `seed`. Does nothing the second time."""
+        """Load the pipeline and add adapters whose first weights are keyed by `seed`. Does nothing the second time.
+
+        Raises:
+            UserError: if the pipeline is neither here nor on the hub; and what `validate` could not check.
+        """
         if self._helpers:
             return
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()  # before diffusers is imported: it asks for processors we do not use
-        transformers_logging.disable_progress_bar()
-        from diffusers import StableDiffusion3Pipeline
-        from diffusers.utils import logging
-
-        from recast_lightning.paths import reading, resolve
-
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        path = resolve(self.path, "policy")
-        absent = {} if self.use_t5 and has_t5(Path(path)) else {"text_encoder_3": None, "tokenizer_3": None}
-        with reading("The policy found no SD3 pipeline", path):
-            pipeline = StableDiffusion3Pipeline.from_pretrained(
-                path, dtype=self.dtype, use_safetensors=True, **dict.fromkeys(TEXT_PARTS)
-            )
+        found = PipelineFolder.find(self.path) or fetch_index(self.path)
+        loader = PipelineLoader(resolve(self.path, "policy"), found.pipeline_class, self.dtype)
+        pipeline = loader.load("pipeline", without=family_of(found).text_parts)
+        found = PipelineFolder.find(self.path) or found  # now with all files that are checked, from the hub, too
+        self.family = self._fitting_family(found)
         self.transformer = pipeline.transformer
-        self._base_digest = base_digest(self.transformer)
-        self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, self.lora_targets, seed)
+        self._told_apart_by = sample_of_weights(self.transformer)
+        if self.family.guidance is not None:
+            self._told_apart_by += f"guidance {self.family.guidance:g}".encode()
+        targets = self._lora_targets or self.family.lora_targets
+        self.adapters = Adapters(self.transformer, self.lora_rank, self.lora_alpha, targets, seed)
         if self.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         if self.compile_blocks:
-            compile_each(self.transformer.transformer_blocks)
+            compile_blocks(self.family.blocks(self.transformer))
+        descending = self.family.sigmas(pipeline.scheduler, self.num_steps, self.height, self.width)
+        self.sigmas = descending.flip(0).double().cpu()
+        self._helpers = {
+            "vae": pipeline.vae.eval().requires_grad_(False),
+            "encoder": self._prompt_encoder(loader),
+            "loader": loader,
+        }
+
+    def _prompt_encoder(self, loader: PipelineLoader) -> PromptEncoder:
+        unused = [part for part in self.family.text_parts if part not in self.family.used_text_parts]
 
         def load_encoders() -> Any:
-            with reading("The policy found no text encoders", path):
-                encoders = StableDiffusion3Pipeline.from_pretrained(
-                    path, dtype=self.dtype, use_safetensors=True, transformer=None, vae=None, **absent
-                )
-            encoders.register_modules(transformer=self.transformer)  # zeros in T5's place take their width from it
+            encoders = loader.load("text encoders", without=["transformer", "vae", *unused])
+            encoders.register_modules(transformer=self.transformer)  # it knows the width of what stands for no T5
             return encoders
 
         folder = None
         if self.embedding_folder is not None:
-            with reading("The policy found no text encoders", path):
-                local = path if Path(path).is_dir() else StableDiffusion3Pipeline.download(path, **absent)
-            folder = self._open_folder(Path(local))
-        encoder = PromptEncoder(
-            load_encoders, self.max_sequence_length, self.embedding_cache, self.offload_frozen, folder
-        )
-        pipeline.scheduler.set_timesteps(self.num_steps)
-        self.sigmas = pipeline.scheduler.sigmas.flip(0).double().cpu()
-        self._helpers = {"vae": pipeline.vae.eval().requires_grad_(False), "encoder": encoder}
+            folder = self._open_folder(self.family, loader.folder(without=unused))
+        return PromptEncoder(self.family, load_encoders, self.embedding_cache, self.offload_frozen, folder)
+
+    def _open_folder(self, family: Family, pipeline: Path) -> EmbeddingFolder:
+        assert self.embedding_folder is not None
+        made_by = {
+            "family": family.name,
+            "max_sequence_length": str(family.max_sequence_length),
+            "dtype": str(self.dtype).split(".")[1],
+            **encoder_fingerprints(pipeline, family.text_parts, family.used_text_parts),
+        }
+        return EmbeddingFolder(Path(self.embedding_folder), made_by)
 
     def shard(self, mesh: Any) -> None:
         """Share the loaded transformer out over a device mesh (FSDP2). Does nothing without one, and the second time."""
         if mesh is not None and not self.sharded:
-            shard(self.transformer, mesh)
+            shard(self.transformer, self.family.blocks(self.transformer), mesh)
             self.sharded = True
 
     @property
     def device(self) -> torch.device:
         """Where the transformer is."""
-        return next(self.transformer.parameters()).device
+        device: torch.device = next(self.transformer.parameters()).device
+        return device
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of one latent."""
-        scale = 2 ** (len(self._helpers["vae"].config.block_out_channels) - 1)
-        return self.transformer.config.in_channels, self.height // scale, self.width // scale
+        return self.family.latent_shape(self.height, self.width)
 
     def adapter(self, name: Adapter | None) -> AbstractContextManager[None]:
         """See `Adapters.use`."""
@@ -201,14 +220,7 @@ class Policy(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
         """Velocity v [B, C, H, W] (float32) at x_σ [B, C, H, W], σ [B]."""
-        velocity: Tensor = self.transformer(
-            hidden_states=x.to(self.dtype),
-            timestep=1000 * sigma,
-            encoder_hidden_states=condition.embeddings,
-            pooled_projections=condition.pooled,
-            return_dict=False,
-        )[0]
-        return velocity.float()
+        return self.family.velocity(self.transformer, x.to(self.dtype), sigma, condition).float()
 
     def sample(self, noise: Tensor, condition: Condition, adapter: Adapter | None) -> Tensor:
         """Latents x_0 [B, C, H, W] from noise, without classifier-free guidance."""
@@ -232,14 +244,6 @@ class Policy(nn.Module):
         """Whether a prompt's embedding is in the `embedding_folder`."""
         return text in self._helpers["encoder"].folder
 
-    def _open_folder(self, pipeline: Path) -> EmbeddingFolder:
-        assert self.embedding_folder is not None
-        settings = {"max_sequence_length": str(self.max_sequence_length), "dtype": str(self.dtype).split(".")[1]}
-        return EmbeddingFolder(
-            Path(self.embedding_folder),
-            settings | encoder_fingerprints(pipeline, self.use_t5 and has_t5(pipeline)),
-        )
-
     def _no_autocast(self) -> AbstractContextManager[None]:
         """The VAE computes alike wherever it is called, inside autocast or not."""
         return torch.autocast(self.device.type, enabled=False)
@@ -258,37 +262,33 @@ class Policy(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Images [B, 3, height, width] in [0, 1] (float32) of latents [B, C, H, W]."""
         with self._vae() as vae:
-            z = latents / vae.config.scaling_factor + vae.config.shift_factor
-            images: Tensor = vae.decode(z.to(self.dtype), return_dict=False)[0]
+            images = self.family.decode(vae, latents)
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> Tensor:
         """Latents [B, C, H, W] (float32, the posterior's mode) of images [B, 3, height, width] in [0, 1]."""
         with self._vae() as vae:
-            z = vae.encode((images * 2 - 1).to(self.device, self.dtype)).latent_dist.mode()
-        return (z.float() - vae.config.shift_factor) * vae.config.scaling_factor
+            return self.family.encode(vae, (images * 2 - 1).to(self.device))
 
     def save_lora(self, folder: Path, adapter: Adapter = "ema", write: bool = True) -> None:
         """See `Adapters.save`. A collective call where the transformer is sharded: one process has `write` true."""
-        self.adapters.save(folder, adapter, write)
+        self.adapters.save(folder, adapter, self._helpers["loader"].pipeline_class, write)
 
     @property
     def base_fingerprint(self) -> str:
-        """Tells bases apart: a hash of a few numbers of each weight."""
-        return self._base_digest.hexdigest()
+        """Tells bases apart: a hash of a few numbers of each weight, and of an embedded guidance."""
+        return content_hash(self._told_apart_by)
 
     def fingerprint(self) -> str:
-        """Tells policies apart: a hash of the trained adapter and of a few numbers of each weight of the base, as loaded.
+        """Tells policies apart: a hash of the trained adapter, and of the base as loaded (see `base_fingerprint`).
 
         A collective call where the transformer is sharded; the same however it runs.
         """
-        digest = self._base_digest.copy()
-        for weight in self.adapter_parameters("default"):
-            digest.update(whole(weight).float().numpy().tobytes())
-        return digest.hexdigest()
+        trained = (gathered(weight).float().numpy().tobytes() for weight in self.adapter_parameters("default"))
+        return content_hash(self._told_apart_by, *trained)
 
 
-def _keep_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+def _drop_all_but_adapters(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
     for name in [name for name in state if name.startswith(prefix) and ".lora_" not in name]:
         del state[name]

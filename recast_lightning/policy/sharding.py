@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,12 +10,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def shard(transformer: Any, mesh: Any) -> None:
+def shard(transformer: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
     """Share out each block of a transformer, then what is left of it, over a one-dimensional device mesh.
 
     Everything that trains lies within: what did not would get no common gradient, without a warning.
     """
-    for block in transformer.transformer_blocks:
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(transformer, mesh=mesh)
 
@@ -26,7 +27,7 @@ def reshard(transformer: nn.Module) -> None:
             module.reshard()
 
 
-def whole(weight: Tensor) -> Tensor:
+def gathered(weight: Tensor) -> Tensor:
     """All of a weight, on the CPU. Where it is shared out, all processes must ask for it."""
     weight = weight.detach()
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).cpu()

@@ -27,25 +27,30 @@ def save_pipeline(folder: Path, *, with_t5: bool = True, seed: int = 0) -> Path:
     pipeline = StableDiffusion3Pipeline(
         transformer=_transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=_vae(),
-        text_encoder=_clip(CLIP_L, "quick_gelu"),
+        vae=vae(1.5305, 0.0609),
+        text_encoder=CLIPTextModelWithProjection(clip_config(CLIP_L, "quick_gelu")),
         tokenizer=clip_tokenizer(),
-        text_encoder_2=_clip(CLIP_G, "gelu"),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config(CLIP_G, "gelu")),
         tokenizer_2=clip_tokenizer(),
-        text_encoder_3=_t5() if with_t5 else None,
+        text_encoder_3=t5() if with_t5 else None,
         tokenizer_3=t5_tokenizer() if with_t5 else None,
     )
     pipeline.save_pretrained(folder)
-    index = folder / "model_index.json"
-    index.write_text(index.read_text().replace('"T5Tokenizer"', '"T5TokenizerFast"'))
-    for name in ("tokenizer", "tokenizer_2"):
-        (folder / name / "tokenizer.json").unlink()
-        (folder / name / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(_letters())}))
-        (folder / name / "merges.txt").write_text("#version: 0.2\n")
+    name_as_published(folder, "tokenizer", "tokenizer_2")
     return folder
 
 
-def _transformer() -> SD3Transformer2DModel:
+def name_as_published(folder: Path, *clip_tokenizers: str) -> None:
+    """Give T5's tokenizer the class, and CLIP's the files, that they have on the hub."""
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"T5Tokenizer"', '"T5TokenizerFast"'))
+    for name in clip_tokenizers:
+        (folder / name / "tokenizer.json").unlink()
+        (folder / name / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(_letters())}))
+        (folder / name / "merges.txt").write_text("#version: 0.2\n")
+
+
+def _transformer() -> torch.nn.Module:
     """Dual attention in the first of two blocks (published: the first 13 of 24); the last drops its text, as there."""
     transformer = SD3Transformer2DModel(
         sample_size=128,
@@ -62,14 +67,19 @@ def _transformer() -> SD3Transformer2DModel:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    for parameter in transformer.parameters():  # gates and norms away from 0 and 1, so that every part shows
+    return shaken(transformer)
+
+
+def shaken(transformer: torch.nn.Module) -> torch.nn.Module:
+    """Gates and norms away from 0 and 1, so that every part shows."""
+    for parameter in transformer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape)
     return transformer
 
 
-def _vae() -> AutoencoderKL:
-    """Four resolutions (8 pixels a latent), 16 channels, no quantisation convolutions, the published scale and shift."""
-    vae = AutoencoderKL(
+def vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+    """Four resolutions (8 pixels a latent), 16 channels, no quantisation convolutions, as SD3 and FLUX have it."""
+    model = AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * 4,
         up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=(8, 8, 8, 8),
@@ -77,35 +87,33 @@ def _vae() -> AutoencoderKL:
         norm_num_groups=4,
         latent_channels=16,
         sample_size=1024,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    vae.decoder.conv_out.weight.data *= 4  # pictures with contrast
-    return vae
+    model.decoder.conv_out.weight.data *= 4  # pictures with contrast
+    return model
 
 
-def _clip(width: int, act: str) -> CLIPTextModelWithProjection:
+def clip_config(width: int, act: str) -> CLIPTextConfig:
     vocab = len(_letters())
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=vocab,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            max_position_embeddings=TOKENS,
-            hidden_act=act,
-            projection_dim=width,
-            bos_token_id=vocab - 2,
-            eos_token_id=vocab - 1,
-            pad_token_id=vocab - 1,
-        )
+    return CLIPTextConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        hidden_act=act,
+        projection_dim=width,
+        bos_token_id=vocab - 2,
+        eos_token_id=vocab - 1,
+        pad_token_id=vocab - 1,
     )
 
 
-def _t5() -> T5EncoderModel:
+def t5() -> T5EncoderModel:
     return T5EncoderModel(
         T5Config(
             vocab_size=128, d_model=T5, d_kv=8, d_ff=64, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu"

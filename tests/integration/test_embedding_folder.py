@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from recast_lightning.cli import main
 from recast_lightning.policy import Condition, Policy
-from recast_lightning.policy.embeddings import EmbeddingFolder
+from recast_lightning.policy.embedding_folder import EmbeddingFolder
 from recast_lightning.training.data import load_prompts
 
 
@@ -57,7 +57,7 @@ def test_evaluation_encodes_ahead_and_prediction_adds_new_prompts(tmp_path, monk
 
 def test_a_run_with_other_encoders_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
     EmbeddingFolder(tmp_path / "e", {"max_sequence_length": "0", "dtype": "bfloat16"}).write(
-        "a sign", Condition(torch.zeros(1, 1, 8), torch.zeros(1, 8))
+        "a sign", Condition({"embeddings": torch.zeros(1, 1, 8), "pooled": torch.zeros(1, 8)})
     )
     monkeypatch.setattr(Policy, "load", lambda *args: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as stop:

@@ -11,7 +11,8 @@ from integration.tiny import config
 
 from recast_lightning.checkpointing.renamed import RENAMED
 from recast_lightning.cli import main
-from recast_lightning.policy import LORA_TARGETS, Policy
+from recast_lightning.policy import Policy
+from recast_lightning.policy.families import SD3
 
 CALLBACK = "trainer__callbacks__0__init_args__"
 POLICY = "model__policy__init_args__"
@@ -107,7 +108,7 @@ CASES = {
     # policy
     "missing policy path": ({POLICY + "path": "./nowhere"}, "'./nowhere' does not exist"),
     "unknown embedded policy": ({POLICY + "path": "signboard:bas"}, "known are signboard:base"),
-    "picture size": ({POLICY + "height": 60}, "height is 60, but base draws pictures whose sides are"),
+    "picture size": ({POLICY + "height": 60}, "height is 60, but 'signboard:base' draws pictures whose sides are"),
     "picture too large": ({POLICY + "width": 128}, "width is 128"),
     "one level": ({POLICY + "num_steps": 1}, "num_steps must be at least 2, got 1"),
     "lora_alpha": ({POLICY + "lora_alpha": 0}, "lora_alpha must be above 0, got 0"),
@@ -214,7 +215,7 @@ def test_a_profile_of_another_number_of_levels_is_refused(tmp_path, capsys):
     assert "has 8 levels, but policy.num_steps is 3" in refused(["fit", "-c", str(file)], capsys)
 
 
-def checkpoint(rank=4, width=96, targets=LORA_TARGETS, levels=3) -> dict:
+def checkpoint(rank=4, width=96, targets=SD3.lora_targets, levels=3) -> dict:
     """What a run leaves, as far as it is looked at before a model is loaded."""
     names = [f"policy.transformer.transformer_blocks.0.{target}" for target in targets]
     weights = {f"{name}.lora_A.default.weight": torch.zeros(rank, width) for name in names}
@@ -224,8 +225,8 @@ def checkpoint(rank=4, width=96, targets=LORA_TARGETS, levels=3) -> dict:
 CHECKPOINTS = {
     "rank": (checkpoint(rank=8), "has adapters of rank 8, but lora_rank is 4"),
     "levels": (checkpoint(levels=10), "was trained at 10 levels, but num_steps is 3"),
-    "targets": (checkpoint(targets=LORA_TARGETS[:2]), "has no adapters on 'attn.to_v'"),
-    "more targets": (checkpoint(targets=(*LORA_TARGETS, "ff.net.2")), "which lora_targets does not name"),
+    "targets": (checkpoint(targets=SD3.lora_targets[:2]), "has no adapters on 'attn.to_v'"),
+    "more targets": (checkpoint(targets=(*SD3.lora_targets, "ff.net.2")), "which lora_targets does not name"),
     "base": (checkpoint(width=1536), "is of another base than 'signboard:base'"),
     "another project": ({"state_dict": {}}, "is no checkpoint of this project"),
     "weights alone": (torch.zeros(3), "is no checkpoint of this project"),

@@ -57,7 +57,7 @@ def test_the_reference_is_the_base_bitwise():
     base = StableDiffusion3Pipeline.from_pretrained(
         EMBEDDED / "base", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
     ).transformer
-    expected = base(x, condition.embeddings, condition.pooled, 1000 * sigma, return_dict=False)[0]
+    expected = base(x, condition.tensors["embeddings"], condition.tensors["pooled"], 1000 * sigma, return_dict=False)[0]
     perturb(policy, "default")
     with policy.adapter(None):
         assert torch.equal(policy(x, sigma, condition), expected)
@@ -111,7 +111,9 @@ def test_saved_lora_gives_the_same_velocity_in_diffusers(tmp_path):
         EMBEDDED / "base", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
     )
     pipeline.load_lora_weights(tmp_path)
-    actual = pipeline.transformer(x, condition.embeddings, condition.pooled, 1000 * sigma, return_dict=False)[0]
+    actual = pipeline.transformer(
+        x, condition.tensors["embeddings"], condition.tensors["pooled"], 1000 * sigma, return_dict=False
+    )[0]
     torch.testing.assert_close(actual, expected)
 
 
@@ -136,13 +138,12 @@ def test_a_prompts_embedding_does_not_depend_on_its_neighbours(policy):
     together = policy.encode_prompts(TEXTS)
     policy._helpers["encoder"].cache.clear()
     alone = policy.encode_prompts(TEXTS[1:])
-    assert torch.equal(together.embeddings[1:], alone.embeddings)
-    assert torch.equal(together.pooled[1:], alone.pooled)
+    assert all(torch.equal(together.tensors[name][1:], tensor) for name, tensor in alone.tensors.items())
 
 
 def test_the_prompt_cache_is_bounded():
     policy = fresh(embedding_cache=1)
-    assert policy.encode_prompts(TEXTS).embeddings.shape[0] == 2
+    assert policy.encode_prompts(TEXTS).tensors["embeddings"].shape[0] == 2
     assert list(policy._helpers["encoder"].cache) == TEXTS[1:]
 
 
@@ -163,14 +164,6 @@ def test_a_path_that_is_no_pipeline_is_refused(tmp_path):
         Policy(path="signboard:nothing").validate()
 
 
-def test_t5_without_tokens_is_refused(tmp_path):
-    (tmp_path / "model_index.json").write_text('{"text_encoder_3": ["transformers", "T5EncoderModel"]}')
-    with pytest.raises(ValueError, match="max_sequence_length is 0, but .* has T5"):
-        Policy(path=str(tmp_path)).validate()
-    Policy(path=str(tmp_path), max_sequence_length=128).validate()
-    Policy(path=str(tmp_path), use_t5=False).validate()
-
-
 def test_the_state_dict_has_the_adapters_only(policy):
     names = set(policy.state_dict())
     assert names == {n for n, _ in policy.named_parameters() if ".lora_" in n}
@@ -189,7 +182,7 @@ def test_autocast_neither_touches_frozen_helpers_nor_serves_stale_weights():
     x, sigma, condition = batch(policy)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as Lightning's bf16-mixed opens it
         policy._helpers["encoder"].cache.clear()
-        assert torch.equal(policy.encode_prompts(TEXTS).embeddings, condition.embeddings)
+        assert torch.equal(policy.encode_prompts(TEXTS).tensors["embeddings"], condition.tensors["embeddings"])
         pictures = policy.decode(x)
         with policy.adapter("default"):
             before = policy(x, sigma, condition)

@@ -11,6 +11,8 @@ from integration.tiny import config
 from recast_lightning.cli import main
 from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy, PromptEncoder
+from recast_lightning.policy.families import SD3
+from recast_lightning.policy.pipeline_folder import PipelineFolder
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import ClipScore, GenEval, RewardModel
 from recast_lightning.rewards.clip.backbone import ClipBackbone
@@ -205,8 +207,8 @@ class Pipeline:
 
 @pytest.mark.parametrize("offload", [True, False])
 def test_encoders_are_loaded_when_needed_and_on_the_device_while_they_work(offload):
-    pipelines = []
-    encoder = PromptEncoder(lambda: pipelines.append(Pipeline()) or pipelines[-1], 0, 10, offload)
+    pipelines, family = [], SD3(PipelineFolder.find("signboard:base"))
+    encoder = PromptEncoder(family, lambda: pipelines.append(Pipeline()) or pipelines[-1], 10, offload)
     assert not pipelines
     gpu = torch.device("cuda")
     for texts in (["a", "b"], ["c"], []):

@@ -23,7 +23,9 @@ from transformers import T5EncoderModel
 from recast_lightning.errors import UserError
 from recast_lightning.paths import EMBEDDED
 from recast_lightning.policy import Condition, Policy, PromptEncoder
-from recast_lightning.policy.embeddings import EmbeddingFolder, encoder_fingerprints
+from recast_lightning.policy.embedding_folder import EmbeddingFolder, encoder_fingerprints
+from recast_lightning.policy.families import SD3
+from recast_lightning.policy.pipeline_folder import PipelineFolder
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rollout import RunContext, encode_ahead
 
@@ -50,12 +52,18 @@ def without_encoders(policy: Policy) -> Policy:
 
 
 def equal(one: Condition, other: Condition) -> bool:
-    return torch.equal(one.embeddings, other.embeddings) and torch.equal(one.pooled, other.pooled)
+    assert one.tensors.keys() == other.tensors.keys()
+    return all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+def fingerprints(pipeline: Path) -> dict[str, str]:
+    return encoder_fingerprints(pipeline, SD3.text_parts, SD3.text_parts)
 
 
 def row(seed: int = 0, tokens: int = 4) -> Condition:
     generator = torch.Generator().manual_seed(seed)
-    return Condition(torch.randn(1, tokens, 8, generator=generator), torch.randn(1, 8, generator=generator))
+    shapes = {"embeddings": (1, tokens, 8), "pooled": (1, 8)}
+    return Condition({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,8 +74,8 @@ def test_embeddings_from_disk_are_those_of_the_encoders_bitwise(pipeline, tmp_pa
     first.encode_prompts(TEXTS)  # the third on demand
     again = without_encoders(loaded(pipeline, dtype=dtype, embedding_folder=str(tmp_path / "e")))
     found = again.encode_prompts([*TEXTS, TEXTS[0]])
-    assert direct.embeddings.dtype == found.embeddings.dtype == getattr(torch, dtype)
-    assert direct.embeddings[:, -16:].abs().sum() > 0  # T5's tokens come last
+    assert direct.tensors["embeddings"].dtype == found.tensors["embeddings"].dtype == getattr(torch, dtype)
+    assert direct.tensors["embeddings"][:, -16:].abs().sum() > 0  # T5's tokens come last
     assert equal(direct, found[torch.arange(3)])
     assert equal(found[torch.tensor([0])], found[torch.tensor([3])])
     assert len(list((tmp_path / "e").iterdir())) == 3
@@ -105,10 +113,12 @@ def test_what_is_read_is_mapped_and_what_is_kept_is_bounded(tmp_path):
     folder = EmbeddingFolder(tmp_path, {})
     for i in range(3):
         folder.write(f"{i}", row(i, tokens=2**20))  # 32 MB each
-    encoder = PromptEncoder(lambda: None, 0, cache_size=2, offload=False, folder=folder)
+    encoder = PromptEncoder(
+        SD3(PipelineFolder.find("signboard:base")), lambda: None, cache_size=2, offload=False, folder=folder
+    )
     before = anonymous_memory()
     kept = [folder.read(f"{i}") for i in range(3)]
-    assert sum(float(part.embeddings[0, -1, -1]) for part in kept) != 0
+    assert sum(float(part.tensors["embeddings"][0, -1, -1]) for part in kept) != 0
     assert anonymous_memory() - before < 16e6
     encoder.encode(["0", "1", "2", "0"], torch.device("cpu"))
     assert list(encoder.cache) == ["1", "2"]
@@ -147,7 +157,7 @@ def change_tokenizer(pipeline: Path) -> None:
 def test_embeddings_of_other_encoders_are_refused(pipeline, tmp_path, change, options, named):
     copy = shutil.copytree(pipeline, tmp_path / "pipeline")
     options = {"max_sequence_length": 16, "embedding_folder": str(tmp_path / "e")} | options
-    made_by = {"max_sequence_length": "16", "dtype": "float32", **encoder_fingerprints(pipeline, True)}
+    made_by = {"max_sequence_length": "16", "dtype": "float32", **fingerprints(pipeline)}
     EmbeddingFolder(tmp_path / "e", made_by).write(TEXTS[0], row())
     Policy(str(copy), max_sequence_length=16, embedding_folder=str(tmp_path / "e")).validate()
     if change:
@@ -169,11 +179,11 @@ def test_a_fingerprint_is_of_weights_not_of_how_they_are_split(pipeline, tmp_pat
     (copy / "text_encoder_3/model.safetensors").unlink()
     t5.save_pretrained(copy / "text_encoder_3", max_shard_size="50KB")
     assert len(list((copy / "text_encoder_3").glob("*.safetensors"))) > 1
-    assert encoder_fingerprints(copy, True) == encoder_fingerprints(pipeline, True)
+    assert fingerprints(copy) == fingerprints(pipeline)
     shutil.rmtree(copy / "text_encoder_3")
     (copy / "text_encoder_3").mkdir()
     with pytest.raises(UserError, match=r"text_encoder_3 has no model\.safetensors"):
-        encoder_fingerprints(copy, True)
+        fingerprints(copy)
 
 
 # Bad days -------------------------------------------------------------------------------------------------------
@@ -192,9 +202,9 @@ def test_a_file_cut_short_is_encoded_anew(pipeline, tmp_path):
 
 def test_a_process_killed_while_it_writes_leaves_only_whole_files(tmp_path):
     code = (
-        "import itertools, torch; from pathlib import Path; from recast_lightning.policy.embeddings import *\n"
+        "import itertools, torch; from pathlib import Path; from recast_lightning.policy.embedding_folder import *\n"
         f"folder = EmbeddingFolder(Path({str(tmp_path)!r}), {{}})\n"
-        "row = Condition(torch.ones(1, 2**21, 8), torch.ones(1, 8))\n"
+        "row = Condition({'embeddings': torch.ones(1, 2**21, 8), 'pooled': torch.ones(1, 8)})\n"
         "for i in itertools.cycle(range(4)): folder.write(str(i), row)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -270,6 +280,6 @@ def test_a_process_that_cannot_write_stops_all():
 
 
 def test_the_embedded_pipeline_needs_no_t5(tmp_path):
-    assert encoder_fingerprints(EMBEDDED / "base", False)["text_encoder_3"] == "none"
+    assert fingerprints(EMBEDDED / "base")["text_encoder_3"] == "none"
     policy = loaded("signboard:base", max_sequence_length=0, embedding_folder=str(tmp_path))
     assert equal(policy.encode_prompts(TEXTS), loaded("signboard:base", max_sequence_length=0).encode_prompts(TEXTS))

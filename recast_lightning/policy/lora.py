@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recast_lightning.policy.sharding import reshard, whole
+from recast_lightning.policy.sharding import gathered, reshard
 from recast_lightning.seeds import derive_seed
 
 Adapter = Literal["default", "old", "ema"]
 ADAPTERS: tuple[Adapter, ...] = ("old", "ema", "default")  # diffusers trains the one added last
-LORA_TARGETS = (
-    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-)  # fmt: skip
 
 
 class Adapters:
@@ -79,34 +74,38 @@ class Adapters:
         for p, q in zip(self.parameters(target), self.parameters(source), strict=True):
             p.lerp_(q, 1 - keep)
 
-    def save(self, folder: Path, name: Adapter, write: bool) -> None:
-        """Write `pytorch_lora_weights.safetensors` that diffusers' `load_lora_weights` reads, scale included."""
-        from diffusers import StableDiffusion3Pipeline
+    def save(self, folder: Path, name: Adapter, pipeline_class: Any, write: bool) -> None:
+        """Write `pytorch_lora_weights.safetensors` that `load_lora_weights` of the pipeline reads, scale included.
+
+        Args:
+            folder: where to.
+            name: of the adapter.
+            pipeline_class: of diffusers, for this kind of transformer.
+            write: false in the processes that only help to gather weights.
+        """
         from peft import get_peft_model_state_dict
 
         reshard(self.transformer)
-        lora = {n: whole(p) for n, p in self.transformer.named_parameters() if f".{name}." in n}
+        lora = {n: gathered(p) for n, p in self.transformer.named_parameters() if f".{name}." in n}
         if not write:
             return
         weights = get_peft_model_state_dict(self.transformer, state_dict=lora, adapter_name=name)
         config = self.transformer.peft_config[name].to_dict()
         metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
-        StableDiffusion3Pipeline.save_lora_weights(
+        pipeline_class.save_lora_weights(
             folder,
             transformer_lora_layers={k: v.contiguous() for k, v in weights.items()},
             transformer_lora_adapter_metadata=metadata,
         )
 
 
-def base_digest(transformer: nn.Module) -> Any:
-    """A hash, still open, of a few numbers of each weight."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, weight in transformer.named_parameters():
-        digest.update(name.encode() + weight.detach().flatten()[:8].float().cpu().numpy().tobytes())
-    return digest
+def sample_of_weights(transformer: nn.Module) -> bytes:
+    """Names and first few numbers of all weights, by which bases are told apart."""
+    weights = transformer.named_parameters()
+    return b"".join(n.encode() + w.detach().flatten()[:8].float().cpu().numpy().tobytes() for n, w in weights)
 
 
-def compile_each(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Compile blocks in place. Each kind of block is compiled anew for each adapter and mode that it meets."""
     from torch._dynamo import config
 
