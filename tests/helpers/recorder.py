@@ -13,22 +13,21 @@ class Recorder(L.Callback):
         self.folder, self.items, self.scores, self.pictures = Path(folder), [], [], []
 
     def setup(self, trainer, pl_module, stage):
-        gather = pl_module.gather_scores
+        advantages = pl_module.collector.advantages
 
-        def recording(*args):
-            rewards, groups = gather(*args)
+        def recording(rewards, level_weights, groups):
             self.scores.append(rewards[groups.argsort(stable=True)])
-            return rewards, groups
+            return advantages(rewards, level_weights, groups)
 
-        pl_module.gather_scores = recording
+        pl_module.collector.advantages = recording
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        rows = zip(batch.texts, batch.noise, batch.latents, batch.optimality, strict=True)
+        rows = zip(batch.texts, batch.noise, batch.latents, batch.optimality_probability, strict=True)
         self.items += [(trainer.current_epoch, batch.level, *row) for row in rows]
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, *args, **kwargs):
         done = 0 if trainer.sanity_checking else trainer.current_epoch + 1
-        rows = zip(outputs["index"], outputs["real"], outputs["images"], strict=True)
+        rows = zip(outputs.index, outputs.real, outputs.images, strict=True)
         self.pictures += [((done, index), picture) for index, real, picture in rows if real]
 
     def on_fit_end(self, trainer, pl_module):
