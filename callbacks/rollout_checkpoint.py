@@ -73,6 +73,9 @@ class RolloutCheckpoint(Checkpoint):
         assert isinstance(pl_module, RecastModule)
         pl_module.interruption.catch()
         self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            for part in self.folder.glob(".*.part"):
+                part.unlink()  # what a killed run was writing
         if pl_module.resumed:
             rank_zero_only(print)(f"Resumed {trainer.ckpt_path}: {pl_module.resumed}")
         if self._counts is not None and trainer.is_global_zero and trainer.loggers:

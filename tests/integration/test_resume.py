@@ -31,8 +31,8 @@ POINTS = {
     "at an optimizer step": (f"{MODULE}.on_before_optimizer_step", 5),
     "in an evaluation": (f"{MODULE}.validation_step", 4),
     "while the records are written": ("recast_lightning.callbacks.run_report._append", 3),
-    "while a checkpoint is written": ("os.fsync", 5),
-    "before a checkpoint is put in its place": ("recast_lightning.checkpointing.atomic.os.replace", 7),
+    "while a checkpoint is written": ("os.fsync", 12),
+    "before a checkpoint is put in its place": ("recast_lightning.files.os.replace", 14),
     "between rollouts": ("recast_lightning.callbacks.RunReport.on_train_epoch_end", 2),
 }
 QUICK = ("while a checkpoint is written",)
@@ -57,7 +57,10 @@ def test_killed_anywhere_it_ends_the_same(straight, tmp_path, point):
     file = config(tmp_path, **SMALL)
     code, _, errors = finish(start("fit", "--config", str(with_killer(file, *POINTS[point]))))
     assert code == -signal.SIGKILL, errors[-3000:]
+    unwritten = newest_run(tmp_path) / "checkpoints"
+    assert any(unwritten.glob(".last.ckpt.*.part")) == ("a checkpoint" in point)
     assert_same_run(straight, resumed(file))
+    assert not any(unwritten.glob(".*"))
 
 
 @pytest.mark.slow
