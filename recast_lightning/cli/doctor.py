@@ -35,7 +35,7 @@ class Finding:
     text: str
 
 
-def examine(
+def check_configuration(
     trainer: L.Trainer, model: RecastModule, data: PromptDataModule, *, load: bool, checks: dict[str, Callable[[], str]]
 ) -> list[Finding]:
     """Checks every configured part, each for itself, so that all faults show at once.
@@ -59,7 +59,7 @@ def examine(
     parts |= {f"reward {name}": partial(_reward, reward, load) for name, reward in rewards.items()}
     parts |= checks
     parts |= {f"logger {type(logger).__name__}": partial(_logger, logger) for logger in trainer.loggers}
-    return [_examined(part, check) for part, check in parts.items()]
+    return [_finding_of(part, check) for part, check in parts.items()]
 
 
 def findings_table(findings: list[Finding]) -> Table:
@@ -95,14 +95,14 @@ def score_key(reward: RewardModel) -> str:
     return f"{reward.name} {reward.version} {checkpoint or ''}".strip()
 
 
-class Noted(Exception):
+class Remark(Exception):
     """Not wrong, but worth a look."""
 
 
-def _examined(part: str, check: Callable[[], str]) -> Finding:
+def _finding_of(part: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(part, "ok", check())
-    except Noted as note:
+    except Remark as note:
         return Finding(part, "note", str(note))
     except Exception as error:
         return Finding(part, "FAILED", " ".join(f"{error}".split()) or type(error).__name__)
@@ -113,7 +113,7 @@ def _devices(trainer: L.Trainer) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} thread(s)"
     text = f"{trainer.world_size} × {device.type} ({name}), precision {trainer.precision}, torch {torch.__version__}"
     if device.type == "cpu" and torch.cuda.is_available():
-        raise Noted(f"{text}; there are {torch.cuda.device_count()} GPUs, which trainer.accelerator leaves alone")
+        raise Remark(f"{text}; there are {torch.cuda.device_count()} GPUs, which trainer.accelerator leaves alone")
     return text
 
 
@@ -148,7 +148,7 @@ def _reward(reward: RewardModel, load: bool) -> str:
         raise ValueError("it could not score the bundled picture (NaN): the log has the reason.")
     known = stored_scores().get(score_key(reward))
     if known is None:
-        raise Noted(f"scored the bundled picture {score:.4f}; no value is stored for {score_key(reward)!r}")
+        raise Remark(f"scored the bundled picture {score:.4f}; no value is stored for {score_key(reward)!r}")
     if abs(score - known) > _TOLERANCE * max(1.0, abs(known)):
         raise ValueError(f"scored the bundled picture {score:.4f}, but {known:.4f} is stored: another checkpoint?")
     return f"scored the bundled picture {score:.4f}, as stored"
@@ -161,5 +161,5 @@ def _logger(logger: Any) -> str:
         raise ValueError(f"{folder} cannot be written to.")
     free = f"{shutil.disk_usage(existing).free / 2**30:.0f} GiB free in {folder}"
     if isinstance(logger, WandbLogger) and not logger._offline and not os.environ.get("WANDB_API_KEY"):
-        raise Noted(f"{free}; W&B logs at once, and WANDB_API_KEY is not set: log in, or set offline: true")
+        raise Remark(f"{free}; W&B logs at once, and WANDB_API_KEY is not set: log in, or set offline: true")
     return free

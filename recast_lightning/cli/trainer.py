@@ -1,4 +1,4 @@
-"""`recast profile` and `recast doctor`: measure or examine a configuration without training."""
+"""`recast profile` and `recast doctor`: measure or check a configuration without training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from recast_lightning import report
 from recast_lightning.callbacks.renyi_profiler import RenyiProfilerCallback
-from recast_lightning.cli.doctor import examine, findings_table
+from recast_lightning.cli.doctor import check_configuration, findings_table
 from recast_lightning.credit import Profile
 from recast_lightning.errors import UserError
 from recast_lightning.training.data import PromptDataModule
@@ -22,7 +22,7 @@ from recast_lightning.training.trainer import ShowsTasks, run_folder
 
 
 class RecastTrainer(L.Trainer):
-    """A Trainer that can also profile, and examine what it would run."""
+    """A Trainer that can also profile, and check what it would run."""
 
     def profile(
         self,
@@ -61,7 +61,7 @@ class RecastTrainer(L.Trainer):
             return f"{type(profiler.proposals).__name__} for {profiler.num_prompts} prompts"
 
         measured = any(stage.credit != "static" for stage in model.credit.stages)
-        findings = examine(self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {})
+        findings = check_configuration(self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {})
         Console(highlight=False, width=100).print(findings_table(findings))
         if any(finding.verdict == "FAILED" for finding in findings):
             raise SystemExit(1)

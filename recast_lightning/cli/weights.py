@@ -46,6 +46,7 @@ def weights(
     temperature: float = 1.0,
     shrinkage: Shrinkage = "auto",
     output: str | Path | None = None,
+    pictures: bool = True,
 ) -> Weights:
     """Builds W from a saved profile and writes it with its pictures.
 
@@ -60,26 +61,13 @@ def weights(
         temperature: tau > 0; large is static.
         shrinkage: ``auto`` pulls noisy gains to flat, ``none`` takes them as measured.
         output: Folder to write to; default ``<profile>-weights`` beside the profile.
+        pictures: Whether to draw them at once; `draw_pictures` does it later.
 
     Raises:
         FileNotFoundError: If there is no such profile.
         ValueError: If the file is damaged, something else or of another version, or an option is out of range.
         OSError: If the folder cannot be written.
     """
-    built = _build(profile, budgets, method=method, temperature=temperature, shrinkage=shrinkage, output=output)
-    _draw(built)
-    return built
-
-
-def _build(
-    profile: str | Path,
-    budgets: dict[str, float] | None = None,
-    *,
-    method: Method = "recast",
-    temperature: float = 1.0,
-    shrinkage: Shrinkage = "auto",
-    output: str | Path | None = None,
-) -> Weights:
     from recast_lightning.credit import CreditMatrix, Profile
 
     measured = Profile.load(profile)
@@ -89,10 +77,14 @@ def _build(
         stem = Path(profile).with_suffix("") if Path(profile).suffix in (".safetensors", ".json") else Path(profile)
         output = stem.with_name(f"{stem.name}-weights")
     matrix.save(Path(output) / "credit")
-    return Weights(matrix, measured, Path(output))
+    built = Weights(matrix, measured, Path(output))
+    if pictures:
+        draw_pictures(built)
+    return built
 
 
-def _draw(built: Weights) -> None:
+def draw_pictures(built: Weights) -> None:
+    """Draw W, the gains and the curves they are from into the folder."""
     from recast_lightning.report import gain_curves, normalized_gains, save_figure, weight_heatmap
 
     matrix, profile, folder = built
@@ -244,9 +236,9 @@ def run(options: Namespace) -> None:
             raise ValueError(f"--{unfit[0]} does not go with --compare, which takes equal budgets and the defaults.")
         _print_comparison(given["compare"], given.get("output"))
         return
-    built = _build(**given)
+    built = weights(**given, pictures=False)
     _print_weights(built)  # the pictures take longer than W
-    _draw(built)
+    draw_pictures(built)
     print(built.folder)
 
 

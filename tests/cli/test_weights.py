@@ -35,7 +35,7 @@ def run(capsys, *arguments):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take the most time; these tests do not look at them."""
-    monkeypatch.setattr("recast_lightning.cli.weights._draw", lambda built: None)
+    monkeypatch.setattr("recast_lightning.cli.weights.draw_pictures", lambda built: None)
 
 
 def refusal(capsys, *arguments):
