@@ -61,7 +61,9 @@ class RecastTrainer(L.Trainer):
             return f"{type(profiler.proposals).__name__} for {profiler.num_prompts} prompts"
 
         measured = any(stage.credit != "static" for stage in model.credit.stages)
-        findings = check_configuration(self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {})
+        findings = check_configuration(
+            self, model, datamodule, load=load, checks={"proposals": proposals} if measured else {}
+        )
         Console(highlight=False, width=100).print(findings_table(findings))
         if any(finding.verdict == "FAILED" for finding in findings):
             raise SystemExit(1)

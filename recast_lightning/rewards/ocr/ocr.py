@@ -1,12 +1,10 @@
 """OCR: does the image show the text that the prompt quotes?"""
 
 import os
-import re
-import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,58 +14,11 @@ from torch.nn import functional as F
 
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import RewardModel, require_package
+from recast_lightning.rewards.ocr.ocr_score import PLAIN_TEXT, Substring, letters, ocr_score
 from recast_lightning.rewards.ocr.onnx_file import onnx_metadata
 
 Picture = NDArray[np.uint8]  # [H, W, 3], blue first, as RapidOCR takes arrays
-Substring = Literal["word", "anywhere"]
 _WHOLE = (0.0, 0.0, 1.0, 1.0)
-# The recogniser, made for more than English, may answer in full-width Latin letters, and it takes shapes for symbols.
-_PLAIN_TEXT: dict[int, int | None] = {
-    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
-    **dict.fromkeys(range(0x25A0, 0x2700)),  # circles, squares, triangles, stars: dropped
-}
-
-
-def ocr_score(recognised: str, target: str, substring: Substring = "word") -> float:
-    r"""Score recognised text: 1 if it contains the target, else 1 - min(edit distance, n) / n with n = len(target).
-
-    Both sides are lower-cased and lose their spaces and line breaks first; punctuation counts. A target of one or two
-    letters lies in almost every text by chance (NO in KNOT), so with `word` it must stand there as a word of its own:
-    no letter or digit right before or after it.
-
-    Args:
-        recognised: All recognised lines, one a line, in reading order.
-        target: The text that should be there.
-        substring: ``anywhere`` lets short targets match inside words, too, as DiffusionNFT and Flow-GRPO do.
-
-    Raises:
-        ValueError: If nothing remains of the target.
-
-    Examples:
-        >>> [ocr_score(text, "Hello World") for text in ("HELLO\nWORLD 2024", "helo world", "")]
-        [1.0, 0.9, 0.0]
-        >>> [ocr_score("KNOT", "NO", rule) for rule in ("word", "anywhere")]
-        [0.0, 1.0]
-    """
-    from rapidfuzz.distance import Levenshtein
-
-    whole, wanted = _letters(recognised), _letters(target)
-    n = len(wanted)
-    if n == 0:
-        raise ValueError("The OCR target is empty: it needs at least one character that is no space and no shape.")
-    contained = wanted in whole
-    if contained and substring == "word" and n <= 2:
-        word = r"\s*".join(map(re.escape, wanted))
-        contained = re.search(rf"(?<!\w){word}(?!\w)", _plain(recognised)) is not None
-    return 1.0 if contained else 1 - min(Levenshtein.distance(whole, wanted), n) / n
-
-
-def _plain(text: str) -> str:
-    return unicodedata.normalize("NFC", text.translate(_PLAIN_TEXT)).lower()
-
-
-def _letters(text: str) -> str:
-    return "".join(_plain(text).split())
 
 
 class OCR(RewardModel):
@@ -162,7 +113,7 @@ class OCR(RewardModel):
         super().check_prompts(prompts)
         for prompt in prompts:
             target = prompt.metadata["ocr"]
-            if not isinstance(target, str) or not _letters(target):
+            if not isinstance(target, str) or not letters(target):
                 raise ValueError(
                     f'The key "ocr" of the prompt {prompt.text!r} is {target!r}: expected the text to be drawn.'
                 )
@@ -207,7 +158,7 @@ class OCR(RewardModel):
             return ""
         if not len(texts) == len(output.scores) == len(output.boxes):
             raise RuntimeError(f"it read {len(texts)} texts in {len(output.boxes)} lines")
-        return "\n".join(texts).translate(_PLAIN_TEXT)
+        return "\n".join(texts).translate(PLAIN_TEXT)
 
     def _read_lines(self, crops: list[Picture]) -> list[str]:
         from rapidocr.main import RapidOCRError
@@ -221,7 +172,7 @@ class OCR(RewardModel):
         if not len(output.txts) == len(output.scores) == len(crops):
             raise RuntimeError(f"it read {len(output.txts)} texts in {len(crops)} lines")
         lines = zip(output.txts, output.scores, strict=True)
-        return [text.translate(_PLAIN_TEXT) if score >= self.min_confidence else "" for text, score in lines]
+        return [text.translate(PLAIN_TEXT) if score >= self.min_confidence else "" for text, score in lines]
 
     def _read_lines_safely(self, crops: list[Picture]) -> Sequence[str | None]:
         """Read all crops in one call; if that fails, one by one, so that only the culprit is lost."""

@@ -1,7 +1,8 @@
 """What rewards on a server share: JSON over HTTP, bounded and retried, and many requests at once in order."""
 
+from __future__ import annotations
+
 import base64
-import http.client
 import io
 import json
 import logging
@@ -13,8 +14,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
@@ -26,7 +26,10 @@ from torch import Tensor
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import PositiveMap, RewardModel
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import httpx
+
+_connecting = threading.Lock()
 
 Picture = NDArray[np.uint8]  # [H, W, 3], red first
 _MAX_REPLY = 1 << 20  # bytes
@@ -60,9 +63,8 @@ def failed(reason: str) -> Verdict:
     return Verdict(math.nan, reason)
 
 
-@dataclass(frozen=True)
 class JsonClient:
-    """Asks HTTP servers for JSON, each time over a new connection.
+    """Asks HTTP servers for JSON.
 
     Connection errors, time-outs, 429 and 5xx are tried again; any other status but 200 is final. Redirects are not
     followed, proxies of the environment are not used, and replies above 1 MiB are refused.
@@ -74,17 +76,15 @@ class JsonClient:
             instead, up to a minute.
     """
 
-    timeout: float
-    retries: int
-    backoff: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout is {self.timeout}: expected a number of seconds above 0.")
-        if self.retries < 0:
-            raise ValueError(f"retries is {self.retries}: expected at least 0.")
-        if not 0 <= self.backoff < math.inf:
-            raise ValueError(f"backoff is {self.backoff}: expected a number of seconds, at least 0.")
+    def __init__(self, timeout: float, retries: int, backoff: float) -> None:
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout is {timeout}: expected a number of seconds above 0.")
+        if retries < 0:
+            raise ValueError(f"retries is {retries}: expected at least 0.")
+        if not 0 <= backoff < math.inf:
+            raise ValueError(f"backoff is {backoff}: expected a number of seconds, at least 0.")
+        self.timeout, self.retries, self.backoff = timeout, retries, backoff
+        self._connections: httpx.Client | None = None
 
     def ask(self, url: str, payload: Any = None, *, key: str = "", stop: threading.Event | None = None) -> Any:
         """GET, or POST a JSON payload, and return the JSON reply.
@@ -111,59 +111,76 @@ class JsonClient:
             attempt += 1
 
     def _ask_once(self, url: str, body: bytes | None, key: str) -> Any:
-        parts = urlsplit(url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        import httpx
+
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            connection.request("GET" if body is None else "POST", target, body, headers)
-            response = connection.getresponse()
-            reply = self._read(response)
-        except ssl.SSLCertVerificationError as error:
-            raise RequestFailedError(f"the server's certificate is not trusted: {error.verify_message}") from error
-        except TimeoutError as error:
+            with self._connect().stream(
+                "GET" if body is None else "POST", url, content=body, headers=headers
+            ) as response:
+                reply = self._read(response)
+        except httpx.TimeoutException as error:
             raise _PassingError(f"no reply within {self.timeout:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
+        except httpx.TransportError as error:
+            if refused := _certificate_error(error):
+                raise RequestFailedError(f"the server's certificate is not trusted: {refused}") from error
             raise _PassingError(f"the connection failed with {type(error).__name__}") from error
-        finally:
-            connection.close()
         return _parse(response, reply, key)
 
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
+    def _connect(self) -> httpx.Client:
+        """The connections, which all threads share."""
+        import httpx
+
+        with _connecting:
+            if self._connections is None:
+                for name in ("httpx", "httpcore"):
+                    logging.getLogger(name).setLevel(logging.WARNING)  # they would log every URL
+                self._connections = httpx.Client(timeout=self.timeout, trust_env=False, follow_redirects=False)
+            return self._connections
+
+    def _read(self, response: httpx.Response) -> bytes:
         """Read the body, within the bounds of size and time."""
         deadline = time.monotonic() + self.timeout
         body = bytearray()
-        while chunk := response.read1(1 << 16):
+        for chunk in response.iter_raw():
             body += chunk
             if len(body) > _MAX_REPLY:
                 raise RequestFailedError(f"the reply is longer than {_MAX_REPLY} bytes")
             if time.monotonic() > deadline:
-                raise TimeoutError
-        if response.length:
-            raise http.client.IncompleteRead(bytes(body), response.length)
+                raise _PassingError(f"no reply within {self.timeout:g} s")
         return bytes(body)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles travel without the connections and make their own."""
+        return {**self.__dict__, "_connections": None}
 
-def _parse(response: http.client.HTTPResponse, reply: bytes, key: str) -> Any:
+
+def _certificate_error(error: BaseException | None) -> str | None:
+    """Why the server's certificate is not trusted, if that is the cause."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return None if error is None else str(error.verify_message)
+
+
+def _parse(response: httpx.Response, reply: bytes, key: str) -> Any:
     """The JSON of a reply with status 200; any other status is an error."""
+    status = response.status_code
     try:
         parsed = json.loads(reply)
     except (ValueError, RecursionError) as error:
         parsed = None
-        if response.status == 200:
+        if status == 200:
             raise RequestFailedError("the reply is not JSON") from error
-    if response.status == 200:
+    if status == 200:
         return parsed
     said = parsed.get("error") if isinstance(parsed, dict) else None
     said = said.get("message") if isinstance(said, dict) else said
     said = said if isinstance(said, str) else reply.decode(errors="replace")
     if key:
         said = said.replace(key, "***")
-    phrase = http.client.responses.get(response.status, "")
-    reason = f"the server answered {response.status} {phrase}: {excerpt(said)}"
-    if response.status == 429 or response.status >= 500:
+    reason = f"the server answered {status} {response.reason_phrase}: {excerpt(said)}"
+    if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
         raise _PassingError(reason, float(after) if after.isascii() and after.isdigit() else 0.0)
     raise RequestFailedError(reason)

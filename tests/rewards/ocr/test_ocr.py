@@ -14,7 +14,7 @@ from rapidocr.main import RapidOCRError
 
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import OCR
-from recast_lightning.rewards.ocr.ocr import ocr_score
+from recast_lightning.rewards.ocr.ocr_score import ocr_score
 from recast_lightning.rewards.ocr.onnx_file import onnx_metadata
 
 BOTTOM, TOP = [0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0, 0.5]
