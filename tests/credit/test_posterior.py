@@ -1,4 +1,4 @@
-"""Rollouts of a profile against posteriors known in closed form, mostly without sampling (see closed_forms.py)."""
+"""Completions of a profile against posteriors known in closed form, mostly without sampling (see closed_forms.py)."""
 
 import dataclasses
 import itertools
@@ -100,7 +100,7 @@ def test_why_a_second_order_sde_and_why_not_the_sampler_s_grid(num_levels):
 
 
 @pytest.mark.parametrize("sigma", [0.3, 0.7, 1.0])
-def test_rollouts_have_the_posterior_s_moments_and_converge_to_them(sigma):
+def test_completions_have_the_posterior_s_moments_and_converge_to_them(sigma):
     policy = gaussian([0.4, -1.0], [0.5, 1.5], 2)
     _, means, exact = (value[0] for value in policy.posterior(torch.zeros(1, 2, dtype=F64), sigma))
     exact_gain = (1 - sigma) * policy.variances[0] / policy.noised(sigma).variances[0]
@@ -114,7 +114,7 @@ def test_rollouts_have_the_posterior_s_moments_and_converge_to_them(sigma):
     assert deviations[2] < deviations[1] / 2.5
 
 
-def test_the_mean_of_a_rollout_is_the_posterior_mean_at_any_number_of_steps():
+def test_the_mean_of_a_completion_is_the_posterior_mean_at_any_number_of_steps():
     """E[x0 | x_t] is a martingale of the true process, and the first call already tells it: no step may bend it."""
     for steps in (2, 5, 9):
         gain, offset, _ = affine_posterior(gaussian(0.3, 1.0), posterior_steps(posterior_grid(1.0, steps)))
@@ -122,7 +122,7 @@ def test_the_mean_of_a_rollout_is_the_posterior_mean_at_any_number_of_steps():
         assert float(offset) == pytest.approx(0.3, abs=1e-12)
 
 
-def test_estimate_profile_makes_the_rollouts_of_the_closed_form():
+def test_estimate_profile_makes_the_completions_of_the_closed_form():
     """The sampled curve, on the same steps, meets the one computed without noise; the sampler's own law is tested so."""
     policy, reward, sigmas = STANDARD, REWARDS["near"], grid(6, 3.0)
     proposals = reward.positive(policy).sample(sobol(2048, 2, seed=1))
@@ -220,7 +220,7 @@ def test_a_point_mass_is_found_exactly_with_one_call_a_step(method):
 
 
 @pytest.mark.parametrize("steps", [2, 3, 7, 20])
-def test_levels_of_a_rollout_ascend_from_zero_to_its_start(steps):
+def test_levels_of_a_completion_ascend_from_zero_to_its_start(steps):
     last, calls = 0.5 / steps, []
     for sigma in [0.5 * last, last, *torch.linspace(1.05 * last, 1.0, 30, dtype=F64).tolist()]:
         levels = posterior_grid(sigma, steps)
