@@ -79,7 +79,7 @@ def sampled(policy, reward, sigmas, method, steps):
         generator=torch.Generator().manual_seed(0), batch_size=4096,
     )  # fmt: skip
     errors = worst(profile.divergence[0], exact_divergence(policy, reward, sigmas, 2))
-    root = (2 * PROPOSALS) ** 0.5  # of rollouts a level
+    root = (2 * PROPOSALS) ** 0.5  # of completions a level
     return (
         errors,
         float(profile.stderr.max()),
@@ -89,7 +89,7 @@ def sampled(policy, reward, sigmas, method, steps):
 
 
 def samplers(sigmas) -> None:
-    print("Samplers, T = 10. Last columns: standard errors of D and of a gain, times sqrt(rollouts) (near, 2)")
+    print("Samplers, T = 10. Last columns: standard errors of D and of a gain, times sqrt(completions) (near, 2)")
     print(f"{'':11} {'calls':>5} " + " ".join(f"{name:>13}" for name in GAUSSIANS))
     for method, steps in SAMPLERS:
         grids = grids_of(sigmas, steps)
@@ -128,7 +128,7 @@ def schedules() -> None:
 
 
 def nested(sigmas) -> None:
-    """Rollouts of a Gaussian are Gaussian: drawn from their own law, to see the nested bias alone."""
+    """Completions of a Gaussian are Gaussian: drawn from their own law, to see the nested bias alone."""
     policy, reward, _ = GAUSSIANS["sharp, 1"]
     num, replicates = 1 << 14, 100
     grids = grids_of(sigmas, "auto")
@@ -136,17 +136,18 @@ def nested(sigmas) -> None:
     solved = {order: solved_divergence(policy, reward, sigmas, order, grids, "sde2") for order in (1, 1.5)}
     start = sobol(num, 2, seed=2)
     print(
-        "\nNested orders (sharp): error of D/gain that J rollouts add, before and after the jackknife; s.e. x sqrt(proposals)"
+        "\nNested orders (sharp): error of D/gain that J completions add, before and after the jackknife; s.e. x "
+        "sqrt(proposals)"
     )
     print(f"{'J':>3} {'order':>5} {'raw':>12} {'jackknifed':>12} {'taken off':>9} {'s.e. D':>7}")
-    for rollouts in (2, 4, 8, 16, 32):
-        generator = torch.Generator().manual_seed(rollouts)
+    for count in (2, 4, 8, 16, 32):
+        generator = torch.Generator().manual_seed(count)
         scores = [reward(x0.sample(start)).unsqueeze(1)]
         for sigma, levels in zip(sigmas[1:].tolist(), grids, strict=True):
             gain, offset, variance = affine_posterior(policy, posterior_steps(levels))
             centers = gain * x0.noised(sigma).sample(start) + offset
-            z = torch.randn(num, rollouts, dtype=F64, generator=generator)
-            scores.append(reward((centers + variance.sqrt() * z).reshape(-1, 1)).view(num, rollouts))
+            z = torch.randn(num, count, dtype=F64, generator=generator)
+            scores.append(reward((centers + variance.sqrt() * z).reshape(-1, 1)).view(num, count))
         prompts = torch.arange(num)
         weights = bootstrap_weights(prompts, replicates, 0)
         for order in (1, 1.5):
@@ -155,7 +156,7 @@ def nested(sigmas) -> None:
             noise = float(curve.replicates.std(0).max()) * num**0.5
             cells = [pair(worst(value, solved[order])) for value in (raw, curve.divergence)]
             print(
-                f"{rollouts:3} {order:5} {cells[0]:>12} {cells[1]:>12} {curve.nested_bias.abs().max():9.3f} {noise:7.2f}"
+                f"{count:3} {order:5} {cells[0]:>12} {cells[1]:>12} {curve.nested_bias.abs().max():9.3f} {noise:7.2f}"
             )
 
 
@@ -215,8 +216,8 @@ def placements() -> None:
             for policy, reward, order in GAUSSIANS.values():
                 curve = [float(exact_divergence(policy, reward, sigmas[:1], order))]
                 for sigma in sigmas[1:].tolist():
-                    rollout = reslope(posterior_steps(placed(posterior_grid(sigma, steps), variable)), share)
-                    curve.append(affine_divergence(policy, reward, sigma, order, *affine_posterior(policy, rollout)))
+                    steps_down = reslope(posterior_steps(placed(posterior_grid(sigma, steps), variable)), share)
+                    curve.append(affine_divergence(policy, reward, sigma, order, *affine_posterior(policy, steps_down)))
                 cells.append(
                     pair(worst(torch.tensor(curve, dtype=F64), exact_divergence(policy, reward, sigmas, order)))
                 )

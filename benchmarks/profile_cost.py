@@ -2,7 +2,7 @@
 
     python benchmarks/profile_cost.py FOLDER
 
-FOLDER keeps the scores of every rollout, so that a killed run goes on; the whole takes about 1.5 hours on one thread.
+FOLDER keeps the scores of every completion, so that a killed run goes on; the whole takes about 1.5 hours on one thread.
 
 The baseline is the paper's cost: the sampler's own grid, t calls from level t, noise of its own for every level (but our
 posterior sampler, so that it is right). "Calls for equal error" are calls x variance of the gains, over those of the
@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from recast_lightning.credit.completions import Keeper, Rollouts
+from recast_lightning.credit.completions import Completions, Keeper
 from recast_lightning.credit.curves import bootstrap_weights, estimate_curve, interpolate
 from recast_lightning.credit.plan import make_plan
 from recast_lightning.policy import Policy
@@ -36,7 +36,7 @@ REFERENCE, SMALL, LARGER = range(1280), range(1280, 1408), range(1280, 1792)
 
 
 class Study:
-    """Scores of rollouts of the embedded base with T levels, kept in a folder."""
+    """Scores of completions of the embedded base with T levels, kept in a folder."""
 
     def __init__(self, folder: Path, num_levels: int) -> None:
         self.folder, self.num_levels = folder, num_levels
@@ -45,7 +45,7 @@ class Study:
         self.prompts = make_prompts(4000, seed=0, split="train")
 
     def scores(self, name: str, prompts: range, plan_of: Callable, *, seed: int = 0, sigmas=None):
-        """Scores [R, N, J] of a plan's rollouts by level, and the plan."""
+        """Scores [R, N, J] of a plan's completions by level, and the plan."""
         policy, rows = self.policy, [self.prompts[i] for i in prompts]
         plan = plan_of(policy.sigmas if sigmas is None else sigmas)
         images = RendererProposals().images(rows, policy.height, policy.width)
@@ -56,7 +56,7 @@ class Study:
             pictures, own = policy.decode(x0), [rows[i] for i in index.tolist()]
             return torch.stack([model.positive(model(pictures, own)).double() for model in REWARDS.values()])
 
-        work = Rollouts(
+        work = Completions(
             lambda x, sigma, index: policy(x, sigma, conditions[index]), latents, torch.arange(len(rows)), plan, score,
             len(REWARDS), seed=seed, fresh=True, batch_size=64,
         )  # fmt: skip
@@ -69,7 +69,7 @@ class Study:
         return work.by_level(torch.load(file, weights_only=True)), plan
 
     def naive(self, prompts: range):
-        """Rollouts on the sampler's own grid with noise of its own for each level: scores by level, calls a proposal."""
+        """Completions on the sampler's own grid with noise of its own for each level: scores by level, calls a proposal."""
         levels, calls = [], 0
         for t in range(1, self.num_levels + 1):
             (clean, noisy), plan = self.scores(
@@ -81,7 +81,7 @@ class Study:
         return levels, list(range(1, self.num_levels + 1)), calls
 
     def packed(self, name: str, prompts: range, **options):
-        """Our rollouts: scores by level, measured levels, calls a proposal."""
+        """Our completions: scores by level, measured levels, calls a proposal."""
         by_level, plan = self.scores(name, prompts, lambda s: make_plan(s, **options))
         return by_level, plan.levels, plan.cost
 

@@ -106,7 +106,7 @@ class RenyiProfilerCallback(L.Callback):
                 self.options,
             )  # only their number matters here
             plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
-            check_order(how.order, plan.rollouts)
+            check_order(how.order, plan.completions)
             if self.num_prompts > len(data.prompts["train"]):
                 raise ValueError(
                     f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."

@@ -1,11 +1,11 @@
-"""Posterior rollouts of all levels, packed into full batches; they can be killed, continued, and shared by processes.
+"""Completions x0 ~ p(x0 | x_t) of noised proposals: packed into full batches, shared by processes, kept if killed.
 
 Shape legend: N proposals of this process, P jobs a proposal, A active rows, R rewards, K clock points; ``...`` is data.
 
-All rollouts of a proposal ride on Brownian motions W in the clock snr = (alpha / sigma)^2, on which both directions
-live: x_t of the forward process is (sigma^2 / alpha) (snr x0 + W(snr)), and a rollout goes on along the same W (see
-`flow.posterior_steps`). So neighbouring levels differ only by what the policy adds between them, every level by itself
-is sampled correctly, and the gains, their differences, lose most of their noise.
+All completions of a proposal ride on Brownian motions W in the clock snr = (alpha / sigma)^2, in both directions:
+x_t of the forward process is (sigma^2 / alpha) (snr x0 + W(snr)), and a completion goes on along the same W (see
+`flow.posterior_steps`). Every level by itself is sampled correctly, but neighbouring levels differ only by what the
+policy adds between them, so the gains, their differences, lose most of their noise.
 """
 
 import time
@@ -42,19 +42,22 @@ class _State:
     done_x0: Tensor
 
 
-class Rollouts:
-    """The rollouts of a plan from this process's share of the proposals.
+class Completions:
+    """Scores the completions that a plan takes of this process's share of the proposals.
+
+    A job is one completion, or a proposal as it is. Jobs enter the batch as others leave it, so network calls are
+    full until the jobs run out.
 
     Args:
-        velocity: Policy; ``index`` is the row of ``proposals``.
+        velocity: The policy's; ``index`` is the row of ``proposals``.
         proposals: Of all processes, [all N, ...].
         own: Rows of ``proposals`` that this process takes, [N].
         plan: See `make_plan`.
         score: Scores clean data.
         num_rewards: R.
         seed: Keys all noise, together with the row of the proposal.
-        fresh: Whether each rollout has a noisy state of its own, in antithetic pairs (order 2, where the mean over both
-            is all that counts); else all rollouts of a level start from one x_t, for nested estimates.
+        fresh: Whether each completion has a noisy state of its own, in antithetic pairs (order 2, where the mean over
+            both is all that counts); else all completions of a level start from one x_t, for nested estimates.
         batch_size: Rows of one network call, and of one call of the rewards.
     """
 
@@ -74,14 +77,14 @@ class Rollouts:
         self.velocity, self.proposals, self.own, self.plan, self.score = velocity, proposals, own, plan, score
         self.seed, self.fresh, self.batch_size = seed, fresh, batch_size
         self.device, self.dtype = proposals.device, torch.promote_types(proposals.dtype, torch.float32)
-        longest = max(plan.rollouts)
-        self.jobs = [(0, -1)] + [  # (rollout, place of the level in the plan), long ones first; -1: the proposal itself
-            (j, i) for j in range(longest) for i in reversed(range(len(plan.levels))) if plan.rollouts[i] > j
+        longest = max(plan.completions)
+        self.jobs = [(0, -1)] + [  # (completion, place of its level in the plan), long ones first; -1: no level, as is
+            (j, i) for j in range(longest) for i in reversed(range(len(plan.levels))) if plan.completions[i] > j
         ]
         self.num_paths = (longest + 1) // 2 if fresh else longest
-        self.rollout, self.level = torch.tensor(self.jobs).T
+        self.completion, self.level = torch.tensor(self.jobs).T
         self.calls = torch.tensor([*plan.calls, 0])  # of level -1: none
-        self.pool, self.kept = self._ring(1), range(0)  # noise of the proposals that are being worked on
+        self.pool, self.kept = self._ring(1), range(0)  # noise of the proposals in work
         total, shape = len(own) * len(self.jobs), proposals.shape[1:]
         integers = torch.zeros(0, dtype=torch.long)
         empty = torch.zeros(0, *shape, device=self.device, dtype=self.dtype)
@@ -96,12 +99,13 @@ class Rollouts:
         keep: "Keeper | None" = None,
         any_busy: Callable[[bool], bool] = bool,
     ) -> Tensor:
-        """Scores [R, N, P] of all jobs, columns in the order of ``jobs``.
+        """Scores of all jobs, [R, N, P], the last axis in the order of ``jobs``.
 
         Args:
             progress: Called with the rows evaluated so far by this process.
             keep: Where to keep what has been done, and to find it.
-            any_busy: Whether any process has work; those that have none call the network along, as sharded models need.
+            any_busy: Whether any process has work, given whether this one has. A process without work calls the
+                network along, as sharded models need.
         """
         if keep is not None:
             self.state = keep.restore(self.state, self.device)
@@ -196,10 +200,10 @@ class Rollouts:
             self.state = replace(state, done_job=state.done_job[len(job) :], done_x0=state.done_x0[len(job) :])
 
     def _noise(self, job: Tensor, place: Tensor, since: Tensor | None = None) -> Tensor:
-        """Noise of rows [A, ...]: W(place) - W(since) of each job's path, or that of its start, W(place) / sqrt(snr)."""
-        rollout = self.rollout[job % len(self.jobs)]
-        sign = self._shaped(1.0 - 2.0 * (rollout % 2)) if self.fresh else 1.0
-        path = rollout // 2 if self.fresh else rollout if since is not None else torch.zeros_like(rollout)
+        """Noise of rows [A, ...]: W(place) - W(since) of each job's path, or of its start: W(place) / sqrt(snr)."""
+        completion = self.completion[job % len(self.jobs)]
+        sign = self._shaped(1.0 - 2.0 * (completion % 2)) if self.fresh else 1.0
+        path = completion // 2 if self.fresh else completion if since is not None else torch.zeros_like(completion)
         at = (job // len(self.jobs) % len(self.pool)).to(self.device), path.to(self.device)
         if since is not None:
             return sign * (self.pool[(*at, place.to(self.device) + 1)] - self.pool[(*at, since.to(self.device) + 1)])
@@ -239,13 +243,13 @@ class Rollouts:
 
 
 class Keeper:
-    """Keeps the state of rollouts in a file, so that a killed profile goes on with nothing to do again.
+    """Keeps the state of `Completions` in a file, so that a killed profile goes on with nothing to do again.
 
     Saving takes at most a twentieth of the time; when Python stops by an exception or the end, the last state is kept.
 
     Args:
         path: Of the file, without a suffix.
-        settings: What must be the same for the rest to make sense.
+        settings: What must be the same for the file to serve, JSON-able.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""From scores of rollouts to curves with error bars.
+"""From scores of completions to curves with error bars.
 
-Shape legend: N proposals, C prompts, J rollouts, T levels, B bootstrap replicates.
+Shape legend: N proposals, C prompts, J completions of a proposal at a level, L measured levels, T levels,
+B bootstrap replicates.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ class Curve:
 
     Attributes:
         divergence: D + log p, [L + 1].
-        replicates: Bootstrap replicates of it, [B, L + 1]; empty if there is one prompt only.
+        replicates: Bootstrap replicates of ``divergence``, [B, L + 1]; empty if there is one prompt only.
         nested_bias: What the jackknife took off, [L + 1]; zero at order 2.
-        mean_rewards: [L + 1].
+        mean_rewards: Mean score, [L + 1].
         failed: Proposals left out.
         effective_samples: Of the importance weights, a prompt (mean); the proposals a prompt without them.
     """
@@ -38,8 +39,8 @@ class Curve:
 def bootstrap_weights(prompts: Tensor, num_replicates: int, seed: int) -> list[Tensor]:
     """Weights of all proposals in each replicate, in blocks [b, N]: Rubin's Bayesian bootstrap over prompts.
 
-    Every prompt gets an exponential weight, shared by its proposals, so that no replicate loses a prompt altogether and none
-    has a logarithm of nothing.
+    Every prompt gets an exponential weight, shared by its proposals, so that no replicate loses a prompt altogether and
+    none has a logarithm of nothing.
 
     Args:
         prompts: Number of each proposal's prompt, [N].
@@ -61,10 +62,11 @@ def estimate_curve(
     order: float,
     importance: bool,
 ) -> Curve:
-    """Divergence of one reward from the scores of its rollouts (ReCAST, arXiv 2609.13425; docs/credit.md, (3) to (5), (9)).
+    """Divergence of one reward from scores of completions (ReCAST, arXiv 2609.13425; docs/credit.md, (3) to (5), (9)).
 
-    At level t, D = 1 / k log E[m^k] with k = order - 1 (order 1: E[log m]), where m is the mean of a proposal's
-    rollouts. Except at k = 1, noise of m bends m^k: the jackknife over rollouts takes that off to first order in 1 / J.
+    At level t, D = 1 / k log E[m^k] with k = order - 1 (order 1: E[log m]), where m is the mean score of a proposal's
+    completions. Except at k = 1, noise of m biases m^k: the jackknife over completions takes the bias off, to first
+    order in 1 / J.
 
     A proposal with a score that is not finite is left out at all levels. At orders above 1, a level with no success
     at all is taken to hold half of one (log 0 is no estimate), and a reward that is 0 everywhere has a flat curve.
@@ -124,7 +126,7 @@ def importance_weights(name: str, own: Tensor, prompts: Tensor) -> tuple[Tensor,
         they are worth (Kish: (sum w)^2 / sum w^2; the mean over prompts, one without any reward counting 0).
 
     Raises:
-        ValueError: If no image has any.
+        ValueError: If every score is 0.
     """
     _, prompts, counts = prompts.unique(return_inverse=True, return_counts=True)
     total = torch.zeros(len(counts), dtype=torch.float64).index_add(0, prompts, own)
@@ -138,26 +140,26 @@ def importance_weights(name: str, own: Tensor, prompts: Tensor) -> tuple[Tensor,
 
 def _level(name: str, scores: Tensor, weights: list[Tensor], order: float, top: float) -> tuple[Tensor, Tensor]:
     """D of one level under each row of weights [1 + B], and the bias of the first, from scores [N, J]."""
-    k, (num, rollouts) = order - 1, scores.shape
+    k, (num_proposals, count) = order - 1, scores.shape
     m = scores.mean(1, keepdim=True)
-    nested = k != 1 and rollouts > 1 and bool((scores != scores[:, :1]).any())
+    nested = k != 1 and count > 1 and bool((scores != scores[:, :1]).any())
     if nested:
-        m = torch.cat([m, (rollouts * m - scores) / (rollouts - 1)], 1)  # and those without rollout j
+        m = torch.cat([m, (count * m - scores) / (count - 1)], 1)  # and the means without completion j
     if top == 0:
         return torch.zeros(sum(map(len, weights)), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     if k <= 0 and (m <= 0).any():
         raise ValueError(
-            f"Reward {name!r} is 0 in all rollouts (or all but one) of some proposal, which order {order:g} cannot "
+            f"Reward {name!r} is 0 in all completions (or all but one) of some proposal, which order {order:g} cannot "
             "measure: use order 2."
         )
     m = m / top  # powers of small numbers underflow
     powers = m.log() if k == 0 else m**k
     moments = torch.cat([(block @ powers) / block.sum(1, keepdim=True) for block in weights])
     if k > 0:
-        moments = moments.clamp(min=(0.5 / rollouts) ** k / num)
+        moments = moments.clamp(min=(0.5 / count) ** k / num_proposals)
     divergence = (moments if k == 0 else moments.log() / k) + np.log(top)
     whole = divergence[:, 0]
     if not nested:
         return whole, torch.zeros((), dtype=torch.float64)
-    corrected = rollouts * whole - (rollouts - 1) * divergence[:, 1:].mean(1)
+    corrected = count * whole - (count - 1) * divergence[:, 1:].mean(1)
     return corrected, whole[0] - corrected[0]

@@ -1,16 +1,18 @@
 """Measures when in denoising each reward tells good from bad (ReCAST, arXiv 2609.13425).
 
-Shape legend: N proposals, J rollouts a proposal, R rewards, T noise levels, B batch; ``...`` is any data shape.
+Shape legend: N proposals, J completions of a proposal at a level, R rewards, T noise levels, B batch; ``...`` is any
+data shape.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recast_lightning.credit.completions import Keeper, Rollouts
+from recast_lightning.credit.completions import Completions, Keeper
 from recast_lightning.credit.curves import Curve, bootstrap_weights, estimate_curve, interpolate
 from recast_lightning.credit.plan import Plan, Steps, check_order, make_plan
 from recast_lightning.credit.profile import Profile
@@ -62,35 +64,34 @@ def estimate_profile(
 ) -> Profile:
     """Discriminability D_t of every reward at every level, from one set of proposals, with error bars.
 
-    Proposals stand in for samples of the positive policies. Each is noised to level t, x_t, and J rollouts
+    Proposals stand in for samples of the positive policies. Each is noised to level t, x_t, and J completions
     x0 ~ p(x0 | x_t) of the policy are scored: their mean is m(x_t), and D_t = renyi_divergence(m). Order 2 takes any J
-    without bias. Other orders are nested: they need J >= 2, and the jackknife takes their bias off to first order in
-    1 / J (`Profile.nested_bias`). Level 0 scores the proposals themselves. Rollouts are packed (`Rollouts`); noise is
-    keyed by (seed, proposal) and common to all levels, so neither batch size nor processes change what is drawn.
-
-    A proposal with a score that is not finite is left out of that reward at all levels, and counted.
+    without bias; other orders are nested and need J >= 2 (`Profile.nested_bias`). Level 0 scores the proposals
+    themselves. A proposal with a score that is not finite is left out of that reward at all levels, and counted.
+    Noise is keyed by (seed, proposal), so neither ``batch_size`` nor the number of processes changes what is drawn.
 
     Args:
-        velocity: Policy, see `Velocity`; ``index`` is the row of ``proposals``.
+        velocity: The policy's; ``index`` is the row of ``proposals``.
         proposals: Clean data of a strong generator, in the policy's space, [N, ...].
         rewards: Name to non-negative reward.
         sigmas: Ascending levels from 0, [T + 1].
-        rollouts: J, for all levels or for each measured one. At order 2 they come in antithetic pairs.
+        rollouts: Completions J of each proposal at each level, one number or one for each measured level.
         order: Renyi order alpha > 0.
-        posterior: Sampler of the rollouts, see `posterior_steps`.
-        steps: Network calls of a rollout from pure noise, see `posterior_grid`; ``auto``: as many as cost no more than
-            the sampler's own grid, and ``grid``: that grid (t calls from level t, as in the paper).
-        levels: Measured levels (a number of them, or which); monotone interpolation fills the others. Default all.
+        posterior: Sampler of the completions, see `posterior_steps`.
+        steps: Network calls of a completion from pure noise, see `posterior_grid`; ``auto``: as many as cost no more
+            than the sampler's own grid; ``grid``: that grid (t calls from level t, as in the paper).
+        levels: Measured levels (how many, or which); monotone interpolation fills the others. Default all.
         prompts: Number of each proposal's prompt, [N]; what belongs together in the error bars. Default: all differ.
-        importance: The proposals are the policy's own, and stand for the positive policy of each reward with the weight
-            of their score, normalised within each prompt.
+        importance: Whether the proposals are the policy's own, each standing for the positive policy of a reward with
+            the weight of its score, normalised within its prompt.
         generator: Gives one seed; default torch's global generator.
-        batch_size: Rollouts in one network call.
+        batch_size: Completions in one network call.
         progress: Called with the velocity evaluations done so far by all processes, of `profile_cost`.
         metadata: JSON-able facts to keep with the profile.
-        unfinished: File (without suffix) that keeps what has been done, until the profile is there: called again, it goes on.
-        rank: This process, of
-        world_size: as many, which share the proposals out.
+        unfinished: File (without suffix) that keeps the scores until the profile is there; a killed call, made again,
+            goes on from it.
+        rank: Number of this process.
+        world_size: Number of processes, which share the proposals out.
         total: Sums a tensor over processes.
 
     Returns:
@@ -100,44 +101,48 @@ def estimate_profile(
         ValueError: If an argument is out of range, or a reward is negative, fails throughout or cannot be measured.
     """
     plan = make_plan(sigmas, rollouts=rollouts, steps=steps, levels=levels, posterior=posterior)
-    groups = _checked(proposals, rewards, order, plan.rollouts, batch_size, prompts)
+    groups = _checked(proposals, rewards, order, plan.completions, batch_size, prompts)
     device = None if generator is None else generator.device
     seed = int(torch.randint(2**62, (), generator=generator, device=device))
-    own = torch.arange(rank, len(proposals), world_size)
-    work = Rollouts(
-        velocity,
-        proposals,
-        own,
-        plan,
-        lambda x0, index: _score(rewards, x0, index),
-        len(rewards),
-        seed=seed,
-        fresh=order == 2,
-        batch_size=batch_size,
-    )
+    work = Completions(
+        velocity, proposals, torch.arange(rank, len(proposals), world_size), plan, partial(_score, rewards),
+        len(rewards), seed=seed, fresh=order == 2, batch_size=batch_size,
+    )  # fmt: skip
     settings = {
         "rewards": list(rewards), "proposals": _fingerprint(proposals), "seed": seed, "plan": _fingerprint(plan.sigmas),
-        "rollouts": plan.rollouts, "posterior": posterior, "order": order, "processes": [rank, world_size],
+        "rollouts": plan.completions, "posterior": posterior, "order": order, "processes": [rank, world_size],
         "metadata": metadata or {},
     }  # fmt: skip
     keep = None if unfinished is None else Keeper(Path(f"{unfinished}-{rank}"), settings)
-    network_calls = plan.cost * len(proposals)
-    summed = total or (lambda tensor: tensor)
-    scores = torch.zeros(len(rewards), len(proposals), len(work.jobs), dtype=torch.float64)
-    scores[:, own] = work.run(
-        lambda calls: progress(min(calls * world_size, network_calls)) if progress else None,
-        keep=keep,
-        any_busy=lambda busy: bool(summed(torch.tensor(float(busy))) > 0),
-    )
-    curves = _curves(list(rewards), work.by_level(summed(scores)), groups, order, importance, seed)
+    scores = _scores_by_level(work, len(rewards), keep, progress, world_size, total or (lambda tensor: tensor))
+    curves = _curves(list(rewards), scores, groups, order, importance, seed)
     if keep is not None:
         keep.delete()
     facts = {
         "sigmas": sigmas.detach().cpu().clone(), "order": float(order), "posterior": posterior, "steps": steps,
-        "num_proposals": len(proposals), "num_prompts": len(groups.unique()), "network_calls": network_calls,
-        "metadata": metadata or {},
+        "num_proposals": len(proposals), "num_prompts": len(groups.unique()), "metadata": metadata or {},
+        "network_calls": plan.cost * len(proposals),
     }  # fmt: skip
     return _assembled(curves, plan, importance, facts)
+
+
+def _scores_by_level(
+    work: Completions,
+    num_rewards: int,
+    keep: Keeper | None,
+    progress: Callable[[int], None] | None,
+    world_size: int,
+    total: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Scores of all processes' proposals at level 0 and at each measured level, [R, N, J] each."""
+    num_proposals, network_calls = len(work.proposals), work.plan.cost * len(work.proposals)
+    scores = torch.zeros(num_rewards, num_proposals, len(work.jobs), dtype=torch.float64)
+    scores[:, work.own] = work.run(
+        lambda calls: progress(min(calls * world_size, network_calls)) if progress else None,
+        keep=keep,
+        any_busy=lambda busy: bool(total(torch.tensor(float(busy))) > 0),
+    )
+    return work.by_level(total(scores))
 
 
 def _assembled(curves: dict[str, Curve], plan: Plan, importance: bool, facts: dict[str, Any]) -> Profile:
@@ -154,7 +159,7 @@ def _assembled(curves: dict[str, Curve], plan: Plan, importance: bool, facts: di
         mean_rewards=on_all_levels("mean_rewards"),
         rewards=list(curves),
         levels=plan.levels,
-        rollouts=plan.rollouts,
+        rollouts=plan.completions,
         failed={name: curve.failed for name, curve in curves.items()},
         effective_samples={name: curve.effective_samples for name, curve in curves.items()} if importance else {},
         **facts,
@@ -176,7 +181,7 @@ def _checked(
     proposals: Tensor,
     rewards: dict[str, Reward],
     order: float,
-    rollouts: Sequence[int],
+    completions: Sequence[int],
     batch_size: int,
     prompts: Sequence[int] | None,
 ) -> Tensor:
@@ -186,7 +191,7 @@ def _checked(
             "proposals, rewards and batch_size must each be at least one, got "
             f"{len(proposals)}, {len(rewards)} and {batch_size}."
         )
-    check_order(order, rollouts)
+    check_order(order, completions)
     if prompts is None:
         return torch.arange(len(proposals))
     if len(prompts) != len(proposals):

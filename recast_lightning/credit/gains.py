@@ -1,4 +1,4 @@
-"""From rewards of rollouts to discriminability gains, and from gains to their shape (ReCAST, arXiv 2609.13425).
+"""From posterior mean rewards to divergences, and from gains to their shape (ReCAST, arXiv 2609.13425).
 
 Shape legend: R rewards, T noise levels, N proposals; column t - 1 of a gain matrix is the step from level t to t - 1.
 """

@@ -1,6 +1,7 @@
-"""Which rollouts a profile takes: from which levels, how many, in which steps.
+"""Which completions a profile takes: from which levels, how many, by which steps.
 
-Shape legend: L measured levels, S calls of the longest rollout, J rollouts a proposal, K points of the noise's clock.
+Shape legend: L measured levels, S calls of the longest completion, J completions of a proposal at a level, K points of
+the noise's clock.
 """
 
 from collections.abc import Sequence
@@ -18,21 +19,21 @@ Steps = int | Literal["auto", "grid"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Rollouts from each measured level.
+    """Completions from each measured level.
 
     Attributes:
         levels: Measured levels t >= 1, ascending; the last is T.
-        rollouts: Rollouts J a proposal from each of them.
-        calls: Network calls of one rollout from each of them.
+        completions: J from each of them, of one proposal.
+        calls: Network calls of one completion from each of them.
         sigmas: Noise level of each call, [L, S], NaN after the last.
         coefficients: keep, pull, slope and spread of each call, see `flow.Step`, [L, S, 4].
-        start: Noise level of each rollout's start, [L].
+        start: Noise level at which the completions begin, [L].
         clock: snr = (alpha / sigma)^2 of all points, ascending from 0, [K].
         place: Place in ``clock`` of each call, [L, S]; the call lands at the place of the next.
     """
 
     levels: list[int]
-    rollouts: list[int]
+    completions: list[int]
     calls: list[int]
     sigmas: Tensor
     coefficients: Tensor
@@ -43,7 +44,7 @@ class Plan:
     @property
     def cost(self) -> int:
         """Network calls a proposal."""
-        return sum(j * n for j, n in zip(self.rollouts, self.calls, strict=True))
+        return sum(j * n for j, n in zip(self.completions, self.calls, strict=True))
 
 
 def make_plan(
@@ -54,10 +55,10 @@ def make_plan(
     levels: int | Sequence[int] | None = None,
     posterior: Posterior = "sde2",
 ) -> Plan:
-    """Lays out the rollouts of `estimate_profile`; see there for the arguments.
+    """Lays out the completions of `estimate_profile`, which has the same arguments.
 
     Raises:
-        ValueError: If levels, rollouts or steps are out of range.
+        ValueError: If levels, completions or steps are out of range.
     """
     grid = check_grid(sigmas)
     chosen = _levels(levels, len(grid) - 1)
@@ -70,27 +71,27 @@ def make_plan(
     per_level = [rollouts] * len(chosen) if isinstance(rollouts, int) else list(rollouts)
     if len(per_level) != len(chosen) or min(per_level) < 1:
         raise ValueError(
-            f"rollouts must be a number of at least 1, or one for each of the {len(chosen)} levels, got {rollouts}."
+            f"completions must be a number of at least 1, or one for each of the {len(chosen)} levels, got {rollouts}."
         )
     return _tabulate(chosen, per_level, grids, [posterior_steps(g, posterior) for g in grids])
 
 
-def check_order(order: float, rollouts: Sequence[int]) -> None:
-    """Whether an order can be estimated from so many rollouts.
+def check_order(order: float, completions: Sequence[int]) -> None:
+    """Checks that an order can be estimated from so many completions.
 
     Raises:
-        ValueError: If it is not positive, or nested and a level has one rollout only.
+        ValueError: If the order is not positive, or is nested and a level has one completion only.
     """
     if not order > 0:
         raise ValueError(f"order must be positive, got {order}.")
-    if order != 2 and min(rollouts) < 2:
+    if order != 2 and min(completions) < 2:
         raise ValueError(
-            f"Order {order:g} needs at least 2 rollouts a proposal and level, got {min(rollouts)}: it is a nested mean, "
-            "whose bias one rollout cannot show. Use order 2, or 8 rollouts and more."
+            f"Order {order:g} needs at least 2 completions a proposal and level, got {min(completions)}: it is a nested "
+            "mean, whose bias one completion cannot show. Use order 2, or 8 completions and more."
         )
 
 
-def _tabulate(levels: list[int], rollouts: list[int], grids: list[list[float]], rows: list[list[Step]]) -> Plan:
+def _tabulate(levels: list[int], completions: list[int], grids: list[list[float]], rows: list[list[Step]]) -> Plan:
     clock = sorted({_snr(step.sigma) for row in rows for step in row} | {0.0})
     places = {snr: k for k, snr in enumerate(clock)}
     longest = max(map(len, rows))
@@ -104,7 +105,7 @@ def _tabulate(levels: list[int], rollouts: list[int], grids: list[list[float]], 
             place[i, k] = places[_snr(step.sigma)]
     return Plan(
         levels=levels,
-        rollouts=rollouts,
+        completions=completions,
         calls=[len(row) for row in rows],
         sigmas=noise_levels,
         coefficients=coefficients,

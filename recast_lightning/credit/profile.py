@@ -27,14 +27,14 @@ class Profile:
             something.
         replicates: Bootstrap replicates of ``divergence`` over prompts, [B, R, T + 1]; none if there is one prompt.
         nested_bias: What the jackknife took off ``divergence``, [R, T + 1]; 0 at order 2.
-        mean_rewards: A_i,t, the plain mean reward of the rollouts from level t, [R, T + 1].
+        mean_rewards: A_i,t, the plain mean reward of the completions from level t, [R, T + 1].
         sigmas: Ascending noise levels, [T + 1].
         rewards: Names, in row order.
         order: Renyi order alpha.
-        posterior: Sampler of the rollouts.
-        steps: Network calls of a rollout from pure noise, or ``auto`` or ``grid``.
+        posterior: Sampler of the completions.
+        steps: Network calls of a completion from pure noise, or ``auto`` or ``grid``.
         levels: Measured levels; the others are interpolated.
-        rollouts: Rollouts a proposal from each measured level.
+        rollouts: Number of completions of a proposal at each measured level.
         num_proposals: Proposals measured.
         num_prompts: Prompts that they are of.
         failed: Proposals left out of each reward because a score of theirs was not finite.
@@ -110,7 +110,7 @@ class Profile:
 
     @property
     def proposal_quality(self) -> dict[str, tuple[float, float]]:
-        """Mean reward of the proposals, and of the policy itself (its rollouts from level T), for each reward."""
+        """Mean reward of the proposals, and of the policy itself (its completions from level T), for each reward."""
         ends = self.mean_rewards[:, [0, -1]].tolist()
         return {name: (good, own) for name, (good, own) in zip(self.rewards, ends, strict=True)}
 

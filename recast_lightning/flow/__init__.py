@@ -1,4 +1,4 @@
-"""Flow matching: noise levels, solvers of the probability-flow ODE, and steps of the posterior. Pure tensor code."""
+"""Flow matching in pure tensor code: noising, solvers from noise to data, and steps of a posterior sampler."""
 
 from recast_lightning.flow.noising import Velocity, check_grid, noise_to, velocity_to_x0
 from recast_lightning.flow.ode import Solver, sample_ode

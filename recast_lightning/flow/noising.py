@@ -1,6 +1,6 @@
-"""Flow matching: noise levels, noising, and the clean data that a velocity points to.
+"""Noise levels, noising, and the clean data that a velocity points to.
 
-Shape legend: B batch; ``...`` is any data shape.
+Shape legend: B batch, T noise levels; ``...`` is any data shape.
 
 Convention: the levels ``sigmas`` ascend from clean (sigma_0 = 0) to noisy (sigma_T <= 1); samplers walk them downwards.
 With alpha = 1 - sigma, x_sigma = alpha x0 + sigma eps and v = eps - x0, hence x0_hat = x_sigma - sigma v.
@@ -48,7 +48,14 @@ def velocity_to_x0(x_sigma: Tensor, velocity: Tensor, sigma: Tensor | float) -> 
 
 
 def check_grid(sigmas: Tensor) -> list[float]:
-    """The levels as numbers; raises ValueError unless they ascend strictly from 0 to at most 1."""
+    """Noise levels as numbers.
+
+    Args:
+        sigmas: Levels, [T + 1].
+
+    Raises:
+        ValueError: Unless the levels ascend strictly from 0 to at most 1.
+    """
     grid = [float(sigma) for sigma in sigmas.double()]
     if grid[0] != 0 or grid[-1] > 1 or any(a >= b for a, b in pairwise(grid)) or len(grid) < 2:
         raise ValueError(f"sigmas must ascend strictly from 0 to at most 1, got {grid}.")
@@ -56,5 +63,9 @@ def check_grid(sigmas: Tensor) -> list[float]:
 
 
 def half_log_snr(sigma: float) -> float:
-    """Half the log signal-to-noise ratio, lambda = ln(alpha / sigma); -inf at sigma = 1."""
+    """Half the logarithm of the signal-to-noise ratio (alpha / sigma)^2, i.e. lambda = ln(alpha / sigma).
+
+    Args:
+        sigma: Level in (0, 1]; pure noise, 1, gives -inf.
+    """
     return math.log((1 - sigma) / sigma) if sigma < 1 else -math.inf

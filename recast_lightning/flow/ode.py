@@ -1,6 +1,6 @@
 """Solvers of the probability-flow ODE, from noise to data.
 
-Shape legend: B batch, T number of noise levels; ``...`` is any data shape.
+Shape legend: B batch, T noise levels; ``...`` is any data shape.
 """
 
 from typing import Literal
@@ -21,8 +21,8 @@ def sample_ode(
 
     ``dpm2`` is DPM-Solver++(2M) (Lu et al. 2022, arXiv 2211.01095, Algorithm 2) as DiffusionNFT (arXiv 2509.16117)
     samples with it: the first and the last step are of first order (DDIM, which for flows is Euler), the others
-    extrapolate x0_hat in lambda = ln(alpha / sigma). Where the step before started at sigma = 1 (lambda = -inf) the
-    extrapolation vanishes.
+    extrapolate x0_hat in lambda = ln(alpha / sigma). The extrapolation vanishes where the step before started at
+    sigma = 1 (lambda = -inf).
 
     Args:
         velocity: See `Velocity`.
@@ -33,6 +33,9 @@ def sample_ode(
 
     Returns:
         x0, [B, ...], in float32 or wider.
+
+    Raises:
+        ValueError: If the solver is unknown, or the levels do not ascend strictly from 0 to at most 1.
     """
     if solver not in ("euler", "dpm2"):
         raise ValueError(f"solver must be 'euler' or 'dpm2', got {solver!r}.")

@@ -1,4 +1,7 @@
-"""Steps down from a noise level to a sample of the posterior p(x0 | x_sigma)."""
+"""Steps down from a noise level to a sample of the posterior p(x0 | x_sigma): a completion of x_sigma.
+
+Levels and steps are plain numbers; `credit.completions` applies them to tensors. alpha = 1 - sigma.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +14,11 @@ Posterior = Literal["sde2", "sde1", "ode"]
 
 
 def posterior_grid(sigma: float, steps: int) -> list[float]:
-    """Levels of a rollout from p(x0 | x_sigma), placed where the posterior needs them, ascending from 0 to ``sigma``.
+    """Levels of a completion of x_sigma, placed where the posterior needs them, ascending from 0 to ``sigma``.
 
-    They are even in theta^(2/3), theta = atan(sigma / alpha), between ``sigma`` and 0.5 / ``steps``. So the last call,
-    which returns a mean, is made where nearly nothing is left of the posterior. ``steps`` calls are made from pure
-    noise, and down to half as many from below. `benchmarks/posterior.py` compares this with other placements.
+    The levels are even in theta^(2/3), theta = atan(sigma / alpha), between 0.5 / ``steps`` and ``sigma``. So the last
+    call, which returns a mean, is made where nearly nothing is left of the posterior. A completion of pure noise takes
+    ``steps`` calls, one from a lower level down to half as many. `benchmarks/posterior.py` compares other placements.
 
     Args:
         sigma: Level of the noisy state, in (0, 1].
@@ -32,10 +35,17 @@ def posterior_grid(sigma: float, steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Step:
-    """One network call of a rollout, with x0_hat = x - sigma v: x <- keep x + pull (x0_hat + slope (x0_hat - before)).
+    """One network call of a completion: x <- keep x + pull (x0_hat + slope (x0_hat - before)), x0_hat = x - sigma v.
 
     ``before`` is x0_hat of the call before. An SDE then adds spread (W(t) - W(s)), W a Brownian motion in the clock
     snr = (alpha / sigma)^2. The last call gives x0_hat itself.
+
+    Attributes:
+        sigma: Noise level s at which the network is called; the next step's is t, where this one lands.
+        keep: Factor of the state.
+        pull: Factor of the (extrapolated) clean data.
+        slope: How far x0_hat is extrapolated along its last change.
+        spread: Factor of the Brownian motion's increment; 0 for an ODE.
     """
 
     sigma: float
@@ -46,7 +56,7 @@ class Step:
 
 
 def posterior_steps(grid: Sequence[float], method: Posterior = "sde2") -> list[Step]:
-    """Steps of a rollout from the last of ``grid`` down to 0.
+    """Steps of a completion from the last level of ``grid`` down to 0.
 
     In y = (alpha / sigma^2) x and the clock snr = (alpha / sigma)^2, noising is y = snr x0 + W(snr), and x0 given y has
     the law of dy = E[x0 | y] dsnr + dW run on to snr = infinity (stochastic localization; docs/credit.md, (7), (8)).
@@ -63,6 +73,9 @@ def posterior_steps(grid: Sequence[float], method: Posterior = "sde2") -> list[S
     Args:
         grid: Ascending levels from 0 to at most 1.
         method: ``sde2``, ``sde1`` or ``ode``.
+
+    Raises:
+        ValueError: If the method is unknown.
     """
     if method not in ("sde2", "sde1", "ode"):
         raise ValueError(f"posterior must be 'sde2', 'sde1' or 'ode', got {method!r}.")

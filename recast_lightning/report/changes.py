@@ -1,4 +1,4 @@
-"""How far each reward moved between the first and the last evaluation of a run, and by how much it could be chance."""
+"""How far each reward moved between the first and the last evaluation of a run, with the standard error of that."""
 
 import math
 import statistics
@@ -14,11 +14,11 @@ class Change:
     """One reward, before and after.
 
     Attributes:
-        reward: Its name.
+        reward: Name of the reward.
         base: Mean at the first evaluation.
-        final: Mean at the last.
-        stderr: Standard error of the difference: over prompts where both evaluations keep their scores, else as if the two
-            were independent.
+        final: Mean at the last evaluation.
+        stderr: Standard error of final - base: over prompts where both evaluations keep their scores, else as if the
+            evaluations were independent.
     """
 
     reward: str
@@ -65,6 +65,7 @@ def changes(evaluations: Sequence[dict[str, Any]]) -> list[Change]:
 
 
 def _stderr(base: dict[str, Any], final: dict[str, Any], name: str) -> float:
+    """Standard error of a reward's change, see `Change.stderr`."""
     before, after = (evaluation.get("scores", {}).get(name, []) for evaluation in (base, final))
     if len(before) == len(after):
         paired = [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]

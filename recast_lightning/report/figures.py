@@ -1,4 +1,4 @@
-"""Pictures of what a run, or a stage of it, changed; each a matplotlib `Figure`. Shape legend: R rewards."""
+"""Pictures of what a run, or a stage of it, changed; each a matplotlib `Figure`."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ def reward_trajectories(evaluations: Sequence[dict[str, Any]], stage_starts: dic
 
     Args:
         evaluations: Lines of evaluation.jsonl, ordered by rollout.
-        stage_starts: Stage to the number of rollouts done before it; default is read off the evaluations.
+        stage_starts: Stage to the number of rollouts done before it; by default read off the evaluations.
     """
     names = reward_names(evaluations)
     figure, axes_of = panels(names)
@@ -50,8 +50,8 @@ def divergence_change(before: Profile, after: Profile) -> Figure:
     The title has the sums over rewards. Rewards that only one of the profiles measured are left out.
 
     Args:
-        before: Of the policy that entered the stage, R rewards.
-        after: Of the policy that left it.
+        before: Profile of the policy that entered the stage.
+        after: Profile of the policy that left the stage.
 
     Raises:
         ValueError: If they share no reward.
@@ -93,7 +93,7 @@ def divergence_change(before: Profile, after: Profile) -> Figure:
 
 
 def _stage_starts(evaluations: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Each stage starts at the last evaluation before its own first."""
+    """Stage to the rollouts done before it: a stage starts at the last evaluation before its own first."""
     starts: dict[str, int] = {}
     for before, after in pairwise(evaluations):
         starts.setdefault(after.get("stage", ""), before["rollout"])

@@ -1,4 +1,4 @@
-"""`write_report`: a run folder as one HTML file that needs nothing else, pictures and all."""
+"""Writes a run folder as one HTML file that holds everything it shows, pictures too; every section is a function here."""
 
 import io
 import math
@@ -53,14 +53,14 @@ def write_report(run: str | Path) -> Path:
     record = read_run(run)
     parts = [
         f"<h1>ReCAST run {escape(record.name)}</h1>",
-        paragraph(summary(record)),
+        paragraph(summary_text(record)),
         _changes_table(record),
-        _trajectories(record),
+        _trajectories_section(record),
         *map(stage_section, record.stages),
-        _pictures(record),
-        _diagnostics(record),
-        _config(record),
-        _absent([*record.absent, *record.unmeasured]),
+        _pictures_section(record),
+        _diagnostics_section(record),
+        _config_section(record),
+        _absent_section([*record.absent, *record.unmeasured]),
     ]
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -74,8 +74,8 @@ def write_report(run: str | Path) -> Path:
     return path
 
 
-def summary(record: RunRecord) -> str:
-    """The run in a paragraph: its length, and what rose and what fell."""
+def summary_text(record: RunRecord) -> str:
+    """The run in a paragraph: how long it was, which rewards rose and which fell."""
     names = record.stage_names
     text = f"{counted(record.num_rollouts, 'rollout')} in {counted(len(names), 'stage')}"
     text += f" ({', '.join(names)}). " if names else ". "
@@ -91,10 +91,12 @@ def summary(record: RunRecord) -> str:
     text += "; ".join(
         f"{c.reward} {c.verb}, {number(c.base)} → {number(c.final)} ({number(c.delta, '+')})" for c in moved
     )
-    return f"{text}. {_verdict(moved)}"
+    return f"{text}. {_tally_sentence(moved)}"
 
 
-def _verdict(moved: Sequence[Change]) -> str:
+def _tally_sentence(moved: Sequence[Change]) -> str:
+    """How many rewards rose and fell, and how many of these clearly."""
+
     def tally(verb: str) -> str:
         found = [change for change in moved if change.verb == verb]
         clear = sum(change.clear for change in found)
@@ -104,10 +106,11 @@ def _verdict(moved: Sequence[Change]) -> str:
 
 
 def _changes_table(record: RunRecord) -> str:
+    """Every reward before and after, with its weight in each stage; empty without two evaluations."""
     moved = changes(record.evaluations)
     if not moved:
         return ""
-    credits = {stage.name: _shares(stage.credit) for stage in record.stages if stage.credit}
+    credits = {stage.name: _budget_shares(stage.credit) for stage in record.stages if stage.credit}
     shares = [f"weight in {name}" for name in credits]
     rows = [
         [c.reward, number(c.base), number(c.final), f"{number(c.delta, '+')} ± {number(c.stderr)}"]
@@ -130,7 +133,8 @@ def _changes_table(record: RunRecord) -> str:
     )
 
 
-def _trajectories(record: RunRecord) -> str:
+def _trajectories_section(record: RunRecord) -> str:
+    """Every reward over the run; empty without two evaluations."""
     if len(record.evaluations) < 2:
         return ""
     figure = reward_trajectories(record.evaluations, record.stage_starts)
@@ -138,7 +142,8 @@ def _trajectories(record: RunRecord) -> str:
     return "<h2>Rewards over the run</h2>" + inline(figure, "Reward trajectories") + paragraph(text, "note")
 
 
-def _pictures(record: RunRecord) -> str:
+def _pictures_section(record: RunRecord) -> str:
+    """The first and the last picture of each prompt side by side; empty if none was kept."""
     folders = list(record.images.items())
     if not folders or not record.prompts:
         return ""
@@ -154,6 +159,7 @@ def _pictures(record: RunRecord) -> str:
 
 
 def _picture(path: Path) -> str:
+    """A picture of at most `_THUMBNAIL` pixels, or a word that there is none."""
     try:
         with Image.open(path) as opened:
             picture = opened.convert("RGB")
@@ -165,30 +171,34 @@ def _picture(path: Path) -> str:
     return img(buffer, "", "small" if picture.width < 128 else "")
 
 
-def _diagnostics(record: RunRecord) -> str:
+def _diagnostics_section(record: RunRecord) -> str:
+    """All logged values of the first and the last rollout, folded."""
     if not record.rollouts:
         return ""
     first, last = record.rollouts[0]["metrics"], record.rollouts[-1]["metrics"]
-    rows = [[name, _loose(first.get(name)), _loose(last[name])] for name in sorted(last)]
+    rows = [[name, _logged(first.get(name)), _logged(last[name])] for name in sorted(last)]
     heading = ["metric", f"rollout {record.rollouts[0]['rollout']}", f"rollout {record.rollouts[-1]['rollout']}"]
     return f"<h2>Details</h2><details><summary>Training diagnostics</summary>{table(heading, rows)}</details>"
 
 
-def _config(record: RunRecord) -> str:
+def _config_section(record: RunRecord) -> str:
+    """The configuration, folded."""
     if not record.config:
         return ""
     return f"<details><summary>config.yaml</summary><pre>{escape(record.config)}</pre></details>"
 
 
-def _absent(absent: Iterable[str]) -> str:
+def _absent_section(absent: Iterable[str]) -> str:
+    """What is missing or damaged, a sentence each; empty if nothing is."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in absent)
     return f'<h2>Not in this report</h2><ul class="absent">{items}</ul>' if items else ""
 
 
-def _shares(credit: CreditMatrix) -> dict[str, float]:
+def _budget_shares(credit: CreditMatrix) -> dict[str, float]:
+    """Each reward's share of the budget: the row sums of W."""
     return dict(zip(credit.rewards, credit.weights.sum(1).tolist(), strict=True))
 
 
-def _loose(value: Any) -> str:
-    """Any logged value."""
+def _logged(value: Any) -> str:
+    """A logged value of any kind, to read."""
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else "–" if value is None else str(value)

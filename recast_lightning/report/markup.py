@@ -9,20 +9,20 @@ from matplotlib.figure import Figure
 
 
 def inline(figure: Figure, alt: str) -> str:
-    """A figure as wide as the page, in the page itself."""
+    """A figure as wide as the page, its PNG held by the page itself."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=170)
     return img(buffer, alt, "figure")
 
 
 def img(png: io.BytesIO, alt: str, css: str) -> str:
-    """A picture in the page itself."""
+    """A picture of the CSS class ``css``, its PNG held by the page itself."""
     data = base64.b64encode(png.getvalue()).decode()
     return f'<img class="{css}" alt="{escape(alt)}" src="data:image/png;base64,{data}">'
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, numbers to the right."""
+    """A table of texts; all columns but the first are set flush right."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in heading)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return '<div class="scroll"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
@@ -34,10 +34,10 @@ def paragraph(text: str, css: str = "") -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 rollout`` or ``2 rollouts``."""
+    """A number with its noun: ``1 rollout``, ``2 rollouts``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def moment(rollouts: int) -> str:
-    """Where in a run: ``base policy`` or ``after 2 rollouts``."""
+    """Where in a run, by the rollouts done: ``base policy`` or ``after 2 rollouts``."""
     return "base policy" if rollouts == 0 else f"after {counted(rollouts, 'rollout')}"

@@ -1,4 +1,4 @@
-"""What a run folder holds; whatever is missing or damaged is left out and named in ``absent``."""
+"""Reads a run folder; whatever is missing or damaged is left out and named in `RunRecord.absent`."""
 
 import json
 from collections.abc import Callable
@@ -37,11 +37,11 @@ class RunRecord:
     """A run folder, read.
 
     Attributes:
-        name: Of the folder.
-        evaluations: Lines of evaluation.jsonl by rollout, from the base policy on.
-        rollouts: Lines of rollouts.jsonl by rollout, counted from 1.
+        name: Name of the folder.
+        evaluations: Lines of evaluation.jsonl in the order of rollouts, from the base policy on.
+        rollouts: Lines of rollouts.jsonl in order, counted from 1.
         stages: In order of training, as far as the run came.
-        prompts: Texts of the pictures.
+        prompts: Text of each picture in a folder of ``images``.
         images: Rollouts done -> folder of pictures, ascending.
         config: Text of config.yaml, empty if there is none.
         absent: One sentence for each thing that is missing or damaged.
@@ -92,15 +92,15 @@ def read_run(run: Path) -> RunRecord:
     if not run.is_dir():
         raise FileNotFoundError(f"There is no run folder at {run}: give the folder that `recast fit` wrote.")
     reader = _Reader(run)
-    images = {_leading(path.name.removeprefix("rollout-")): path for path in (run / "images").glob("rollout-*")}
+    images = {_leading_number(path.name.removeprefix("rollout-")): path for path in (run / "images").glob("rollout-*")}
     return RunRecord(
         name=run.resolve().name,
-        evaluations=_lines(reader, run / "evaluation.jsonl"),
-        rollouts=_lines(reader, run / "rollouts.jsonl"),
-        stages=[_stage(reader, path) for path in _numbered(run / "stages", "*-*")],
-        prompts=reader.read(_prompts, run / "images" / "prompts.json") or [],
+        evaluations=_jsonl(reader, run / "evaluation.jsonl"),
+        rollouts=_jsonl(reader, run / "rollouts.jsonl"),
+        stages=[_stage(reader, path) for path in _numbered_folders(run / "stages", "*-*")],
+        prompts=reader.read(_read_prompts, run / "images" / "prompts.json") or [],
         images=dict(sorted(images.items())),
-        config=reader.read(_text, run / "config.yaml") or "",
+        config=reader.read(_read_text, run / "config.yaml") or "",
         absent=reader.absent,
     )
 
@@ -126,16 +126,17 @@ class _Reader:
 
 
 def _stage(reader: _Reader, folder: Path) -> StageRecord:
+    """Reads a folder ``stages/<n>-<name>`` with the profiles and weights of its refreshes."""
     credit = reader.read(CreditMatrix.load, folder / "credit.safetensors")
     unmeasured = credit is not None and credit.method == "static"
     refreshes = {}
-    for path in _numbered(folder, "rollout-*"):
+    for path in _numbered_folders(folder, "rollout-*"):
         again = reader.read(Profile.load, path / "profile.safetensors", optional=True)
         anew = reader.read(CreditMatrix.load, path / "credit.safetensors", optional=True)
         if again is not None or anew is not None:
-            refreshes[_leading(path.name.removeprefix("rollout-"))] = (again, anew)
+            refreshes[_leading_number(path.name.removeprefix("rollout-"))] = (again, anew)
     return StageRecord(
-        number=_leading(folder.name),
+        number=_leading_number(folder.name),
         name=folder.name.partition("-")[2],
         profile=reader.read(Profile.load, folder / "profile.safetensors", optional=unmeasured),
         credit=credit,
@@ -144,16 +145,18 @@ def _stage(reader: _Reader, folder: Path) -> StageRecord:
     )
 
 
-def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """Folders ``<n>-...`` or ``rollout-<n>`` by their number; others are not ours."""
-    found = {path: _leading(path.name.removeprefix("rollout-")) for path in folder.glob(pattern) if path.is_dir()}
+def _numbered_folders(folder: Path, pattern: str) -> list[Path]:
+    """Folders ``<n>-...`` or ``rollout-<n>`` in the order of n; a folder without a number is none of the run's."""
+    found = {
+        path: _leading_number(path.name.removeprefix("rollout-")) for path in folder.glob(pattern) if path.is_dir()
+    }
     return sorted((path for path, number in found.items() if number >= 0), key=lambda path: (found[path], path.name))
 
 
-def _lines(reader: _Reader, path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file by rollout; of a rollout that was done twice (a resumed run), the last."""
+def _jsonl(reader: _Reader, path: Path) -> list[dict[str, Any]]:
+    """Lines of a .jsonl file in the order of rollouts; of a rollout done twice (a resumed run), the last."""
     found, damaged = {}, 0
-    for line in (reader.read(_text, path) or "").splitlines():
+    for line in (reader.read(_read_text, path) or "").splitlines():
         try:
             row = json.loads(line)
             found[row["rollout"]] = {"metrics": {}, **row}
@@ -164,15 +167,15 @@ def _lines(reader: _Reader, path: Path) -> list[dict[str, Any]]:
     return [found[rollout] for rollout in sorted(found)]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _prompts(path: Path) -> list[str]:
-    return [str(prompt) for prompt in json.loads(_text(path))]
+def _read_prompts(path: Path) -> list[str]:
+    return [str(prompt) for prompt in json.loads(_read_text(path))]
 
 
-def _leading(name: str) -> int:
+def _leading_number(name: str) -> int:
     """The number before the first dash, or -1."""
     digits = name.partition("-")[0]
     return int(digits) if digits.isdecimal() else -1

@@ -19,19 +19,19 @@ def stage_section(stage: StageRecord) -> str:
         text = "Static credit: every reward counts the same at all noise levels; nothing is measured for it."
         parts.append(paragraph(text))
     elif stage.credit is not None:
-        parts.append(paragraph(_peaks(stage.credit)))
+        parts.append(paragraph(_peak_sentences(stage.credit)))
     if stage.profile is None and stage.credit is None:
         parts.append(paragraph("Neither profile nor weights of this stage can be read.", "absent"))
-    parts += _profile(stage.profile, stage.credit)
-    parts += _credit(stage.profile, stage.credit)
+    parts += _profile_section(stage.profile, stage.credit)
+    parts += _credit_section(stage.profile, stage.credit)
     for rollouts, (profile, credit) in stage.refreshes.items():
-        parts += _refresh(rollouts, profile, credit)
-    parts += _learnt(stage)
+        parts += _refresh_section(rollouts, profile, credit)
+    parts += _left_to_learn(stage)
     return "\n".join(part for part in parts if part)
 
 
-def _peaks(credit: CreditMatrix) -> str:
-    """In words: where the gain of each reward peaks."""
+def _peak_sentences(credit: CreditMatrix) -> str:
+    """Says where the gain of each reward peaks."""
     sentences = []
     for name, row in zip(credit.rewards, credit.normalized, strict=True):
         if (row == 1).all():
@@ -45,36 +45,37 @@ def _peaks(credit: CreditMatrix) -> str:
     return " ".join(sentences)
 
 
-def _profile(profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+def _profile_section(profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+    """Gains by noise level and how they were measured; nothing without a profile."""
     if profile is None:
         return []
     return [
         "<h3>How well each reward tells good from bad, by noise level</h3>",
         inline(gain_curves(profile), "Discriminability gains"),
-        paragraph(f"{_measurement(profile)} {_flat(profile, credit)}", "note"),
-        _quality(profile),
+        paragraph(f"{_measurement_sentence(profile)} {_flat_sentence(profile, credit)}", "note"),
+        _proposals_table(profile),
     ]
 
 
-def _measurement(profile: Profile) -> str:
-    """In words: how the profile was measured."""
+def _measurement_sentence(profile: Profile) -> str:
+    """Says how the profile was measured."""
     last, levels = len(profile.sigmas) - 1, profile.levels
     every = len(levels) == last
     where = f"all {last} levels" if every else f"levels {_listed(levels)} of {last} (the others are interpolated)"
     same = len(set(profile.rollouts)) == 1
-    rollouts = counted(profile.rollouts[0], "rollout") if same else f"{_listed(profile.rollouts)} rollouts"
+    completions = counted(profile.rollouts[0], "rollout") if same else f"{_listed(profile.rollouts)} rollouts"
     steps = {"auto": "as many steps as the sampler's grid pays for", "grid": "the sampler's own steps"}.get(
         str(profile.steps), f"{profile.steps} steps from pure noise"
     )
     return (
-        f"Measured on {counted(profile.num_prompts, 'prompt')}, {counted(profile.num_proposals, 'proposal')}: {rollouts} "
-        f"each from {where}, in {steps}, {profile.network_calls} network calls in all; posterior {profile.posterior}, "
-        f"Rényi order {profile.order:g}."
+        f"Measured on {counted(profile.num_prompts, 'prompt')}, {counted(profile.num_proposals, 'proposal')}: "
+        f"{completions} each from {where}, in {steps}, {profile.network_calls} network calls in all; "
+        f"posterior {profile.posterior}, Rényi order {profile.order:g}."
     )
 
 
-def _flat(profile: Profile, credit: CreditMatrix | None) -> str:
-    """In words: which rewards' gains cannot be told from flat, and what became of them."""
+def _flat_sentence(profile: Profile, credit: CreditMatrix | None) -> str:
+    """Says which rewards have gains that cannot be told from flat, and how W treats these rewards."""
     flat = profile.flat
     if not flat:
         return "The gains of every reward can be told from flat."
@@ -90,8 +91,8 @@ def _flat(profile: Profile, credit: CreditMatrix | None) -> str:
     return text + (f". Taken as measured all the same: {', '.join(kept)}." if kept else ".")
 
 
-def _quality(profile: Profile) -> str:
-    """Proposals against the policy's own, failed scores, effective samples; one row a reward."""
+def _proposals_table(profile: Profile) -> str:
+    """Mean rewards of proposals and policy, failed scores and effective samples; one row a reward."""
     weighted = bool(profile.effective_samples)
     heading = ["mean reward", "of the proposals" + (", weighted" if weighted else ""), "of the policy", "failed scores"]
     if weighted:
@@ -105,7 +106,8 @@ def _quality(profile: Profile) -> str:
     return table(heading, rows) + (paragraph(text, "note") if text else "")
 
 
-def _credit(profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+def _credit_section(profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+    """Shape of the gains, demand on each level, and W; nothing without a W."""
     if credit is None:
         return []
     parts = []
@@ -120,11 +122,11 @@ def _credit(profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
             inline(demand(profile, credit), "Aggregate demand"),
             paragraph("Level 1, in grey, also holds the gap between generator and policy.", "note"),
         ]
-    return [*parts, "<h3>Weights</h3>", _weights(credit)]
+    return [*parts, "<h3>Weights</h3>", _weights_figure(credit)]
 
 
-def _weights(credit: CreditMatrix, *, explained: bool = True) -> str:
-    """W with both margins, and how well it keeps them; how to read the picture is explained once a stage."""
+def _weights_figure(credit: CreditMatrix, *, explained: bool = True) -> str:
+    """W as a picture with the errors of its margins; ``explained`` adds how to read it, which once a stage is enough."""
     rows, columns = credit.residuals
     text = ""
     if explained:
@@ -139,8 +141,8 @@ def _weights(credit: CreditMatrix, *, explained: bool = True) -> str:
     return inline(weight_heatmap(credit), "Weights by reward and noise level") + paragraph(text, "note")
 
 
-def _learnt(stage: StageRecord) -> list[str]:
-    """D_0 - D_T of each reward before and after the stage."""
+def _left_to_learn(stage: StageRecord) -> list[str]:
+    """D_0 - D_T of each reward before and after the stage; nothing if neither was measured."""
     before, after = stage.profile, stage.after
     if before is None and after is None:
         return []
@@ -148,26 +150,28 @@ def _learnt(stage: StageRecord) -> list[str]:
     if before is not None and after is not None and set(before.rewards) & set(after.rewards):
         parts.append(inline(divergence_change(before, after), "D before and after"))
     names = list(dict.fromkeys([*(before.rewards if before else []), *(after.rewards if after else [])]))
-    rows = [[name, _total(before, name), _total(after, name)] for name in names]
+    rows = [[name, _total_cell(before, name), _total_cell(after, name)] for name in names]
     text = "D₀ − D at pure noise, in nats ± 1 s.e.: how far the policy is from what the reward asks for."
     return [*parts, table(["D₀ − D_T (nats)", "before", "after"], rows), paragraph(text, "note")]
 
 
-def _total(profile: Profile | None, name: str) -> str:
+def _total_cell(profile: Profile | None, name: str) -> str:
+    """D_0 - D_T of a reward in nats, with its standard error if that is known."""
     if profile is None or name not in profile.rewards:
         return "not measured"
     value, error = (float(part[profile.rewards.index(name)]) for part in profile.totals)
     return f"{number(value)} ± {number(error)}" if math.isfinite(error) else number(value)
 
 
-def _refresh(rollouts: int, profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+def _refresh_section(rollouts: int, profile: Profile | None, credit: CreditMatrix | None) -> list[str]:
+    """What was measured anew within the stage, after so many rollouts of the run, and the W made of it."""
     parts = [f"<h3>Measured again before rollout {rollouts + 1}</h3>"]
     if profile is not None:
-        totals = "; ".join(f"{name} {_total(profile, name)}" for name in profile.rewards)
-        parts.append(paragraph(f"D₀ − D_T in nats: {totals}. {_flat(profile, credit)}", "note"))
+        totals = "; ".join(f"{name} {_total_cell(profile, name)}" for name in profile.rewards)
+        parts.append(paragraph(f"D₀ − D_T in nats: {totals}. {_flat_sentence(profile, credit)}", "note"))
     if credit is None:
         return [*parts, paragraph("Its weights are missing.", "absent")]
-    return [*parts, _weights(credit, explained=False)]
+    return [*parts, _weights_figure(credit, explained=False)]
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -22,10 +22,10 @@ class Style(NamedTuple):
     """How a reward is drawn.
 
     Attributes:
-        colour: Hex.
-        marker: At points.
-        line: Between them.
-        hatch: Of bars.
+        colour: Colour, as a hex code.
+        marker: Marker at points.
+        line: Line style between points.
+        hatch: Hatching of bars.
     """
 
     colour: str
@@ -52,7 +52,7 @@ _FIXED = ("ocr", "geneval", "clip", "pickscore", "hpsv2")  # the others take a p
 
 
 def reward_styles(names: Sequence[str]) -> dict[str, Style]:
-    """Style of each reward; by name, so that all pictures agree, and different while styles last."""
+    """Style of each reward: chosen by name, so that all pictures agree, and distinct while there are enough styles."""
     styles: dict[str, Style] = {}
     for name in sorted(names, key=lambda name: name not in _FIXED):
         place = _FIXED.index(name) if name in _FIXED else zlib.crc32(name.encode())

@@ -148,7 +148,7 @@ def test_the_network_sees_full_batches():
     assert max(kinds for _, kinds in sizes) > 3
 
 
-def test_seed_rollouts_and_proposals_each_give_their_own_noise():
+def test_seed_completions_and_proposals_each_give_their_own_noise():
     assert small().divergence.equal(small().divergence)
     assert not small(seed=1).divergence[:, 1:].equal(small().divergence[:, 1:])
     assert not small(rollouts=2).divergence[:, 2:].equal(small().divergence[:, 2:])
@@ -164,7 +164,7 @@ def test_seed_rollouts_and_proposals_each_give_their_own_noise():
 
 
 def starts_and_ends(order):
-    """First states of the rollouts of one proposal, by level, and where they end."""
+    """First states of the completions of one proposal, by level, and where they end."""
     starts, ends = {}, []
 
     def velocity(x, sigma, index):
@@ -181,7 +181,7 @@ def starts_and_ends(order):
     return {level: torch.stack(rows) for level, rows in starts.items()}, torch.cat(ends)
 
 
-def test_nested_rollouts_of_a_proposal_start_from_one_noisy_state_and_part_on_the_way():
+def test_nested_completions_of_a_proposal_start_from_one_noisy_state_and_part_on_the_way():
     """m(x_t) = E[r | x_t] of orders other than 2 is a mean at one and the same x_t."""
     starts, ends = starts_and_ends(1.0)
     assert starts.keys() == {1, 2, 3, 4}
@@ -190,7 +190,7 @@ def test_nested_rollouts_of_a_proposal_start_from_one_noisy_state_and_part_on_th
     assert len(ends[:, 0].unique()) == 1 + 4 * 4
 
 
-def test_at_order_two_rollouts_start_afresh_in_antithetic_pairs():
+def test_at_order_two_completions_start_afresh_in_antithetic_pairs():
     starts, _ = starts_and_ends(2.0)
     for x_t in starts.values():
         assert len(x_t[:, 0].unique()) == 4
@@ -234,8 +234,8 @@ def test_index_is_the_row_of_the_proposal():
     assert torch.cat(seen).bincount().tolist() == [1 + 2 * 4] * 5
 
 
-@pytest.mark.parametrize(("order", "rollouts"), [(2.0, 1), (1.0, 4)])
-def test_error_bars_are_those_of_repetition(order, rollouts):
+@pytest.mark.parametrize(("order", "completions"), [(2.0, 1), (1.0, 4)])
+def test_error_bars_are_those_of_repetition(order, completions):
     rewards = {"bump": bump(1.5, 0.8)}
     runs = [
         estimate_profile(
@@ -244,7 +244,7 @@ def test_error_bars_are_those_of_repetition(order, rollouts):
             rewards,
             grid(4),
             order=order,
-            rollouts=rollouts,
+            rollouts=completions,
             generator=seeded(1000 + seed),
             batch_size=2000,
         )
@@ -292,7 +292,7 @@ def test_a_failed_score_takes_its_proposal_out_of_that_reward_at_all_levels(bad)
     torch.testing.assert_close(profile.mean_rewards[0], others.mean_rewards[0])
 
 
-def test_rollouts_can_differ_by_level():
+def test_completions_can_differ_by_level():
     profile = small(rollouts=[1, 1, 2, 4])
     assert profile.rollouts == [1, 1, 2, 4]
     assert profile.network_calls == profile_cost(7, grid(4), [1, 1, 2, 4])
@@ -386,7 +386,7 @@ def test_processes_share_the_work_and_get_the_same_numbers():
         return small(velocity=velocity, rollouts=3, rank=rank, world_size=2, total=total)
 
     alone = small(rollouts=3)
-    with pytest.raises(ValueError, match="is 0 in all rollouts|failed on every|must be"):
+    with pytest.raises(ValueError, match="is 0 in all completions|failed on every|must be"):
         shared(0, torch.nan)  # the sum is not there: every score is lost
     first = sums[0]
     second = shared(1, first)
@@ -438,9 +438,9 @@ def test_rewards_that_cannot_be_measured_are_refused_by_name():
         small(rewards={"signed": lambda x0, index: torch.full((len(x0),), -0.5)})
     with pytest.raises(ValueError, match=r"Reward 'wide' must give one score a sample, \[35\], got \[35, 3\]"):
         small(rewards={"wide": lambda x0, index: x0[:, 0].abs()})
-    with pytest.raises(ValueError, match="Reward 'sparse' is 0 in all rollouts .* which order 1 cannot measure"):
+    with pytest.raises(ValueError, match="Reward 'sparse' is 0 in all completions .* which order 1 cannot measure"):
         small(rewards={"sparse": lambda x0, index: (index > 2).float()}, order=1, rollouts=2)
-    with pytest.raises(ValueError, match="Order 1 needs at least 2 rollouts .* Use order 2"):
+    with pytest.raises(ValueError, match="Order 1 needs at least 2 completions .* Use order 2"):
         small(order=1)
 
 
@@ -504,7 +504,7 @@ def test_a_wrong_order_is_refused_before_any_work():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollouts": 0}, "rollouts must be a number of at least 1, or one for each of the 4 levels, got 0"),
+        ({"rollouts": 0}, "completions must be a number of at least 1, or one for each of the 4 levels, got 0"),
         ({"rollouts": [1, 2]}, r"one for each of the 4 levels, got \[1, 2\]"),
         ({"steps": 0}, "steps must be 'auto', 'grid' or at least 1, got 0"),
         ({"levels": 9}, "levels must be 2 to 4, or a list of levels, got 9"),

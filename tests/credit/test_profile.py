@@ -1,6 +1,5 @@
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -120,29 +119,16 @@ def test_errors_that_are_not_known_are_null_in_the_json(tmp_path):
     assert readable["gains_stderr"] == [[None] * 3] * 2
 
 
-def stop_before_replacing(monkeypatch):
-    def stop(source, target):
+@pytest.mark.parametrize("stopped", ["fsync", "replace"])
+def test_a_save_that_is_stopped_leaves_the_old_files_whole(tmp_path, monkeypatch, stopped):
+    def stop(*_):
         raise OSError("stopped")
 
-    monkeypatch.setattr(os, "replace", stop)
-
-
-def stop_while_writing(monkeypatch):
-    def stop(path, content):
-        with path.open("wb") as file:
-            file.write(content[: len(content) // 2])
-        raise OSError("stopped")
-
-    monkeypatch.setattr(Path, "write_bytes", stop)
-
-
-@pytest.mark.parametrize("stop", [stop_before_replacing, stop_while_writing])
-def test_a_save_that_is_stopped_leaves_the_old_files_whole(tmp_path, monkeypatch, stop):
     old = small()
     old.save(tmp_path / "profile")
     readable = (tmp_path / "profile.json").read_bytes()
     with monkeypatch.context() as patch:
-        stop(patch)
+        patch.setattr(os, stopped, stop)
         with pytest.raises(OSError, match="stopped"):
             small(seed=1).save(tmp_path / "profile")
     assert_same(old, Profile.load(tmp_path / "profile"))

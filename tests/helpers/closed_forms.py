@@ -1,6 +1,6 @@
 """Policies whose posteriors are known, to hold estimates against: mixtures of Gaussians, and rewards on them.
 
-Shape legend: K components, d coordinates, B points, S calls of a rollout.
+Shape legend: K components, d coordinates, B points, S calls of a completion.
 """
 
 import math
@@ -182,9 +182,9 @@ def affine_divergence(policy, reward, sigma, order, gain, offset, spread):
 
 
 def affine_posterior(policy, steps):
-    """What a rollout by ``steps`` makes of one Gaussian: gain, offset and variance of x0 given x_t, without sampling.
+    """What a completion by ``steps`` makes of one Gaussian: gain, offset and variance of x0 given x_t, without sampling.
 
-    Every rollout is linear in x_t, 1, and the noise of its steps; W has independent increments in snr.
+    Every completion is linear in x_t, 1, and the noise of its steps; W has independent increments in snr.
     """
     dim = policy.means.shape[1]
     x = torch.zeros(2 + len(steps), dim, dtype=F64)  # impulse of x_t, constant, noise of each step
@@ -199,7 +199,7 @@ def affine_posterior(policy, steps):
         x = step.keep * x + step.pull * (x0_hat + step.slope * (x0_hat - before))
         x[2 + k] += step.spread * math.sqrt(snr(steps[k + 1].sigma) - snr(step.sigma))
         before = x0_hat
-    raise ValueError("A rollout has at least one step.")
+    raise ValueError("A completion has at least one step.")
 
 
 def snr(sigma):
@@ -216,7 +216,7 @@ def solved_divergence(policy, reward, sigmas, order, grids, method):
 
 
 def roll_out(policy, x, steps, uniform):
-    """Rollouts from x [B, d] with the noise of uniform [B, (S - 1) d]."""
+    """Completions from x [B, d] with the noise of uniform [B, (S - 1) d]."""
     z, before = normal(uniform).view(len(x), -1, x.shape[1]), torch.zeros_like(x)
     for k, step in enumerate(steps):
         x0_hat = x - step.sigma * policy.velocity(x, step.sigma)
@@ -225,7 +225,7 @@ def roll_out(policy, x, steps, uniform):
         spread = step.spread * math.sqrt(snr(steps[k + 1].sigma) - snr(step.sigma))
         x = step.keep * x + step.pull * (x0_hat + step.slope * (x0_hat - before)) + spread * z[:, k]
         before = x0_hat
-    raise ValueError("A rollout has at least one step.")
+    raise ValueError("A completion has at least one step.")
 
 
 def worst(curve, exact):

@@ -133,7 +133,7 @@ CASES = {
     "missing profile": ({CALLBACK + "profile": "nowhere"}, "nowhere"),
     "levels of a profile": ({CALLBACK + "levels": 6}, "levels must be 2 to 3"),
     "levels without T": ({CALLBACK + "levels": [1, 2]}, "levels must lie in 1 ... 3 and hold 3, got [1, 2]"),
-    "nested order, one rollout": ({CALLBACK + "order": 1.0}, "Order 1 needs at least 2 rollouts"),
+    "nested order, one completion": ({CALLBACK + "order": 1.0}, "Order 1 needs at least 2 completions"),
     "order 0": ({CALLBACK + "order": 0}, "order must be positive, got 0.0"),
     "temperature": ({CALLBACK + "temperature": 0}, "temperature must be above 0, got 0.0"),
     "steps in words": ({CALLBACK + "steps": "many"}, "expected a whole number or one of auto, grid, got 'many'"),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 
-from recast_lightning.flow.noising import noise_to, velocity_to_x0
 from recast_lightning.flow.ode import sample_ode
 
 
@@ -23,20 +22,6 @@ def curved_velocity(x, sigma, index):
     """Not a policy's: anything smooth and nonlinear, to compare solvers step by step."""
     sigma = sigma.view(-1, *[1] * (x.ndim - 1))
     return torch.sin(2 * x + 3 * sigma) + x * sigma
-
-
-@pytest.mark.parametrize("sigma", [torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64), 0.7])
-def test_noising_and_denoising_are_inverse(sigma):
-    x0, noise = torch.randn(2, 3, 4, 2, dtype=torch.float64)
-    x_sigma = noise_to(x0, noise, sigma)
-    torch.testing.assert_close(velocity_to_x0(x_sigma, noise - x0, sigma), x0)
-    by_hand = torch.stack([(1 - s) * x0[i] + s * noise[i] for i, s in enumerate(torch.as_tensor(sigma).expand(3))])
-    torch.testing.assert_close(x_sigma, by_hand)
-
-
-def test_sigma_in_double_does_not_widen_the_data():
-    x = torch.randn(2, 5)
-    assert noise_to(x, x, torch.rand(2, dtype=torch.float64)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("num_levels", [4, 10, 25])
