@@ -10,18 +10,29 @@ import pytest
 import torch
 import yaml
 
-from recast_lightning.callbacks import CollapseGuard, ImageWriter, RenyiProfilerCallback, RunReport
+from recast_lightning.callbacks import (
+    CollapseGuard,
+    ImageWriter,
+    RenyiProfilerCallback,
+    RolloutCheckpoint,
+    RunReport,
+)
 from recast_lightning.cli import main
-from recast_lightning.credit.stages import Stage
+from recast_lightning.credit import Stage
+from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule
 from recast_lightning.policy import Policy
-from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.training.data import PromptDataModule
-from recast_lightning.training.module import RecastModule
+from recast_lightning.prompts import Prompt
+from recast_lightning.rollout import RolloutOptions, ScoringOptions
+from recast_lightning.training import PromptDataModule, RecastModule
+from recast_lightning.training.optimizer import OptimizerOptions
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+PAGES = [page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
 CONFIGURATION = ROOT / "docs/configuration.md"
-TABLED = (RecastModule, Policy, PromptDataModule, Stage, RenyiProfilerCallback, CollapseGuard, RunReport, ImageWriter)
+GROUPS = (NFTLoss, Advantages, RolloutOptions, ScoringOptions, OptimizerOptions, OldPolicySchedule)
+TABLED = (RecastModule, *GROUPS, Policy, PromptDataModule, Stage, RenyiProfilerCallback, CollapseGuard, RunReport,
+          RolloutCheckpoint, ImageWriter)  # fmt: skip
+PROSE = 120  # characters a line, outside tables and code
 
 
 def blocks(page: Path, language: str, holding: str) -> str:
@@ -56,6 +67,13 @@ def test_local_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {target}, and there is no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_lines_of_prose_are_short(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    long = [line for line in text.splitlines() if len(line) > PROSE and not line.startswith(("|", "    ", "!["))]
+    assert not long, f"{page.name}: {long[0]!r} has {len(long[0])} characters"
+
+
 @pytest.mark.parametrize("cls", TABLED, ids=lambda c: c.__name__)
 def test_every_option_is_in_its_table_with_its_default(cls):
     text = CONFIGURATION.read_text(encoding="utf-8")
@@ -66,6 +84,8 @@ def test_every_option_is_in_its_table_with_its_default(cls):
     for name, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty:
             assert rows[name] == "required", name
+        elif isinstance(parameter.default, GROUPS):
+            assert rows[name] == f"`{type(parameter.default).__name__}`"
         else:
             value = yaml.safe_load(rows[name].strip("`"))
             value = float(value) if isinstance(parameter.default, float) else value
