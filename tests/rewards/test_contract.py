@@ -268,7 +268,7 @@ def test_signboard_names_resolve_to_the_package():
 
 
 def test_importing_rewards_is_cheap():
-    heavy = ["transformers", "rapidocr", "onnxruntime", "huggingface_hub", "lightning"]
+    heavy = ["transformers", "rapidocr", "onnxruntime", "huggingface_hub", "lightning", "httpx"]
     code = f"import sys, recast_lightning.rewards; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,39 +1,23 @@
-"""What rewards on a server share: JSON over HTTP, bounded and retried, and many requests at once in order."""
+"""JSON over HTTP, bounded in size and time and tried again where that may help."""
 
-import base64
-import http.client
-import io
 import json
-import logging
 import math
 import re
 import ssl
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
+if TYPE_CHECKING:
+    import httpx
 
-from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap, RewardModel
-
-_log = logging.getLogger(__name__)
-
-Picture = NDArray[np.uint8]  # [H, W, 3], red first
 _MAX_REPLY = 1 << 20  # bytes
 _SECRET = re.compile("key|token|secret|password|signature|auth", re.IGNORECASE)  # in names of a query
 _LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 _MAX_EXCERPT = 200  # characters of a server's own words in a message
-_MAX_REASONS = 20  # distinct ones that are logged; a server could invent a new one for every image
 
 
 class RequestFailedError(Exception):
@@ -48,24 +32,13 @@ class _PassingError(RequestFailedError):
         self.wait = wait
 
 
-class Verdict(NamedTuple):
-    """A score, or NaN and the reason why there is none."""
-
-    score: float
-    reason: str = ""
-
-
-def failed(reason: str) -> Verdict:
-    """The verdict on an image that could not be scored."""
-    return Verdict(math.nan, reason)
-
-
 @dataclass(frozen=True)
 class JsonClient:
     """Asks HTTP servers for JSON, each time over a new connection.
 
-    Connection errors, time-outs, 429 and 5xx are tried again; any other status but 200 is final. Redirects are not
-    followed, proxies of the environment are not used, and replies above 1 MiB are refused.
+    Connection errors, time-outs, 429 and 5xx are tried again; any other status but 200 is final, and so is a
+    certificate that is not trusted. Redirects are not followed, proxies of the environment are not used, and replies
+    above 1 MiB are refused.
 
     Args:
         timeout: Seconds that the server may stay silent, and that the body of its reply may take in all.
@@ -111,60 +84,66 @@ class JsonClient:
             attempt += 1
 
     def _ask_once(self, url: str, body: bytes | None, key: str) -> Any:
-        parts = urlsplit(url)
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        try:
-            connection.request("GET" if body is None else "POST", target, body, headers)
-            response = connection.getresponse()
-            reply = self._read(response)
-        except ssl.SSLCertVerificationError as error:
-            raise RequestFailedError(f"the server's certificate is not trusted: {error.verify_message}") from error
-        except TimeoutError as error:
-            raise _PassingError(f"no reply within {self.timeout:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _PassingError(f"the connection failed with {type(error).__name__}") from error
-        finally:
-            connection.close()
-        return _parse(response, reply, key)
+        import httpx
 
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
+        # Without a compressed reply, the limit of its size holds for what is read.
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        client = httpx.Client(timeout=self.timeout, trust_env=False, follow_redirects=False, verify=_trusted())
+        try:
+            with client, client.stream("GET" if body is None else "POST", url, content=body, headers=headers) as reply:
+                return _parse(reply, self._read(reply), key)
+        except httpx.TimeoutException as error:
+            raise _PassingError(f"no reply within {self.timeout:g} s") from error
+        except httpx.TransportError as error:
+            cause: BaseException = error  # httpx wraps what the system says several times
+            while deeper := cause.__cause__ or cause.__context__:
+                cause = deeper
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise RequestFailedError(f"the server's certificate is not trusted: {cause.verify_message}") from error
+            raise _PassingError(f"the connection failed with {type(cause).__name__}") from error
+
+    def _read(self, reply: "httpx.Response") -> bytes:
         """Read the body, within the bounds of size and time."""
         deadline = time.monotonic() + self.timeout
         body = bytearray()
-        while chunk := response.read1(1 << 16):
+        for chunk in reply.iter_raw():
             body += chunk
             if len(body) > _MAX_REPLY:
                 raise RequestFailedError(f"the reply is longer than {_MAX_REPLY} bytes")
             if time.monotonic() > deadline:
-                raise TimeoutError
-        if response.length:
-            raise http.client.IncompleteRead(bytes(body), response.length)
+                raise _PassingError(f"no reply within {self.timeout:g} s")
         return bytes(body)
 
 
-def _parse(response: http.client.HTTPResponse, reply: bytes, key: str) -> Any:
+@cache
+def _trusted() -> ssl.SSLContext:
+    """The certificates that the system trusts; httpx by itself would trust a list of its own."""
+    return ssl.create_default_context()
+
+
+def _parse(reply: "httpx.Response", body: bytes, key: str) -> Any:
     """The JSON of a reply with status 200; any other status is an error."""
+    import httpx
+
+    status = reply.status_code
     try:
-        parsed = json.loads(reply)
+        parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
         parsed = None
-        if response.status == 200:
+        if status == 200:
             raise RequestFailedError("the reply is not JSON") from error
-    if response.status == 200:
+    if status == 200:
         return parsed
     said = parsed.get("error") if isinstance(parsed, dict) else None
     said = said.get("message") if isinstance(said, dict) else said
-    said = said if isinstance(said, str) else reply.decode(errors="replace")
+    said = said if isinstance(said, str) else body.decode(errors="replace")
     if key:
         said = said.replace(key, "***")
-    phrase = http.client.responses.get(response.status, "")
-    reason = f"the server answered {response.status} {phrase}: {excerpt(said)}"
-    if response.status == 429 or response.status >= 500:
-        after = response.headers.get("Retry-After", "")
+    reason = f"the server answered {status} {httpx.codes.get_reason_phrase(status)}: {excerpt(said)}"
+    if status == 429 or status >= 500:
+        after = reply.headers.get("Retry-After", "")
         raise _PassingError(reason, float(after) if after.isascii() and after.isdigit() else 0.0)
     raise RequestFailedError(reason)
 
@@ -182,6 +161,7 @@ def check_url(url: str, what: str) -> None:
     """
     try:
         parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")  # a name that cannot be looked up fails here
         plain = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         plain = False
@@ -192,77 +172,3 @@ def check_url(url: str, what: str) -> None:
         raise ValueError(f"The {what} holds {named[0]!r} in its query, which would end up in logs: leave it out.")
     if not plain or "#" in url or not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(f"The {what} is {url!r}: expected http://host[:port]/path or https://host[:port]/path.")
-
-
-def png_base64(picture: Picture) -> str:
-    """A picture as the base64 text of a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", compress_level=1)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-class RemoteReward(RewardModel):
-    """Base of the rewards that ask a server; a subclass asks for the verdicts on one batch.
-
-    Args:
-        timeout: See :class:`JsonClient`.
-        retries: Likewise.
-        backoff: Likewise.
-        batch_size: Images a request.
-        concurrency: Requests at once.
-        positive_map: What makes a profile of negative scores possible, see :meth:`RewardModel.positive`.
-    """
-
-    workers = "threads"
-
-    def __init__(
-        self,
-        *,
-        timeout: float,
-        retries: int,
-        backoff: float,
-        batch_size: int,
-        concurrency: int,
-        positive_map: PositiveMap | None = None,
-    ) -> None:
-        super().__init__(positive_map)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}: expected at least 1.")
-        self.client = JsonClient(timeout, retries, backoff)
-        self.batch_size = batch_size
-        self.concurrency = concurrency
-
-    def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] (float32 in [0, 1]), sent with 8 bits a channel; [B], NaN where that fails."""
-        self.load()
-        pictures = list((images.detach() * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy())
-        starts = range(0, len(pictures), self.batch_size)
-        stop = threading.Event()
-
-        def judge(start: int) -> Sequence[Verdict]:
-            end = min(start + self.batch_size, len(pictures))
-            try:
-                return self._ask(pictures[start:end], prompts[start:end], stop)
-            except RequestFailedError as failure:
-                return [failed(str(failure))] * (end - start)
-
-        with ThreadPoolExecutor(min(self.concurrency, len(starts)), thread_name_prefix=self.name) as pool:
-            try:
-                verdicts = [verdict for batch in pool.map(judge, starts) for verdict in batch]
-            finally:  # an interrupt waits for requests under way, but not for their repetition
-                stop.set()
-        for verdict in verdicts:
-            if verdict.reason:
-                many = len(self._reported) >= _MAX_REASONS
-                self._report("for more reasons than are listed here" if many else verdict.reason)
-        return torch.tensor([verdict.score for verdict in verdicts])
-
-    @abstractmethod
-    def _ask(self, pictures: Sequence[Picture], prompts: Sequence[Prompt], stop: threading.Event) -> Sequence[Verdict]:
-        """Ask for one verdict a picture; runs in several threads at once.
-
-        Raises:
-            RequestFailedError: If there are no verdicts.
-        """

@@ -12,16 +12,8 @@ import torch
 
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import PositiveMap
-from recast_lightning.rewards.remote.client import (
-    Picture,
-    RemoteReward,
-    RequestFailedError,
-    Verdict,
-    check_url,
-    excerpt,
-    failed,
-    png_base64,
-)
+from recast_lightning.rewards.remote.client import RequestFailedError, check_url, excerpt
+from recast_lightning.rewards.remote.reward import Picture, RemoteReward, Verdict, failed, png_base64
 
 _log = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float32).max

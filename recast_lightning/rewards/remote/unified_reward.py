@@ -9,16 +9,8 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.remote.client import (
-    Picture,
-    RemoteReward,
-    RequestFailedError,
-    Verdict,
-    check_url,
-    excerpt,
-    failed,
-    png_base64,
-)
+from recast_lightning.rewards.remote.client import RequestFailedError, check_url, excerpt
+from recast_lightning.rewards.remote.reward import Picture, RemoteReward, Verdict, failed, png_base64
 
 ReplyFormat = Literal["three_scores", "final_score"]
 _LABELS: dict[ReplyFormat, tuple[str, ...]] = {

@@ -65,6 +65,8 @@ def test_bad_options(options, message):
         "http://a/#b",
         "http://[::1/",
         "http://ä.de/",
+        "http://a..b/",
+        f"http://{'a' * 64}/",
     ],
 )
 def test_addresses_are_checked_without_a_network(url, monkeypatch):
