@@ -1,7 +1,6 @@
 """JSON over HTTP, bounded in size and time and tried again where that may help."""
 
 import json
-import math
 import re
 import ssl
 import threading
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
+
+from recast_lightning.ranges import check_ranges
 
 if TYPE_CHECKING:
     import httpx
@@ -52,12 +53,7 @@ class JsonClient:
     backoff: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout is {self.timeout}: expected a number of seconds above 0.")
-        if self.retries < 0:
-            raise ValueError(f"retries is {self.retries}: expected at least 0.")
-        if not 0 <= self.backoff < math.inf:
-            raise ValueError(f"backoff is {self.backoff}: expected a number of seconds, at least 0.")
+        check_ranges(vars(self), {"timeout": "(0, inf)", "retries": "[0, inf)", "backoff": "[0, inf)"})
 
     def ask(self, url: str, payload: Any = None, *, key: str = "", stop: threading.Event | None = None) -> Any:
         """GET, or POST a JSON payload, and return the JSON reply.

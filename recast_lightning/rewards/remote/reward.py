@@ -7,19 +7,18 @@ import threading
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from recast_lightning.prompts.prompt import Prompt
+from recast_lightning.ranges import check_ranges
 from recast_lightning.rewards.base import PositiveMap, RewardModel
+from recast_lightning.rewards.preprocessing import Picture, as_pictures
 from recast_lightning.rewards.remote.client import JsonClient, RequestFailedError
 
-Picture = NDArray[np.uint8]  # [H, W, 3], red first
 _MAX_REASONS = 20  # distinct ones that are logged; a server could invent a new one for every image
 
 
@@ -67,10 +66,8 @@ class RemoteReward(RewardModel):
         positive_map: PositiveMap | None = None,
     ) -> None:
         super().__init__(positive_map)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}: expected at least 1.")
+        options = {"batch_size": batch_size, "concurrency": concurrency}
+        check_ranges(options, dict.fromkeys(options, "[1, inf)"))
         self.client = JsonClient(timeout, retries, backoff)
         self.batch_size = batch_size
         self.concurrency = concurrency
@@ -78,7 +75,7 @@ class RemoteReward(RewardModel):
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] (float32 in [0, 1]), sent with 8 bits a channel; [B], NaN where that fails."""
         self.load()
-        pictures = list((images.detach() * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy())
+        pictures = as_pictures(images)
         starts = range(0, len(pictures), self.batch_size)
         stop = threading.Event()
 
@@ -99,6 +96,17 @@ class RemoteReward(RewardModel):
                 many = len(self._reported) >= _MAX_REASONS
                 self._report("for more reasons than are listed here" if many else verdict.reason)
         return torch.tensor([verdict.score for verdict in verdicts])
+
+    def _get(self, address: str, key: str = "") -> Any:
+        """The JSON at an address of the server, asked for as :meth:`JsonClient.ask` does.
+
+        Raises:
+            ValueError: If there is no usable reply.
+        """
+        try:
+            return self.client.ask(address, key=key)
+        except RequestFailedError as failure:
+            raise ValueError(f"{self.name} has no server at {address}: {failure}.") from failure
 
     @abstractmethod
     def _ask(self, pictures: Sequence[Picture], prompts: Sequence[Prompt], stop: threading.Event) -> Sequence[Verdict]:
