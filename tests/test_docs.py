@@ -27,7 +27,11 @@ from recast_lightning.training import PromptDataModule, RecastModule
 from recast_lightning.training.optimizer import OptimizerOptions
 
 ROOT = Path(__file__).parents[1]
-PAGES = [page for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+    if page.is_file()
+]
 CONFIGURATION = ROOT / "docs/configuration.md"
 GROUPS = (NFTLoss, Advantages, RolloutOptions, ScoringOptions, OptimizerOptions, OldPolicySchedule)
 TABLED = (RecastModule, *GROUPS, Policy, PromptDataModule, Stage, RenyiProfilerCallback, CollapseGuard, RunReport,

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from recast_lightning.prompts.prompt import Prompt
+from recast_lightning.ranges import check_ranges
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _HOW_TO_SUPPLY = {
     "include": 'use a .jsonl file in GenEval\'s format, for example {"prompt": ..., "tag": ..., "include": [...]}',
 }
 
-
+DType = Literal["float32", "bfloat16", "float16"]
 PositiveMap = Literal["floor", "exp", "sigmoid"]
 _POSITIVE: dict[PositiveMap, Callable[[Tensor], Tensor]] = {
     "floor": lambda scores: scores.clamp(min=0),
@@ -58,8 +59,8 @@ class RewardModel(nn.Module, ABC):
 
     def __init__(self, positive_map: PositiveMap | None = None) -> None:
         super().__init__()
-        if positive_map is not None and positive_map not in _POSITIVE:
-            raise ValueError(f"positive_map is {positive_map!r}: expected one of {', '.join(_POSITIVE)}.")
+        if positive_map is not None:
+            check_choice("positive_map", positive_map, get_args(PositiveMap))
         self.positive_map = positive_map
         self.failed = 0
         self.offloaded = False
@@ -214,6 +215,26 @@ def _as_unit_float(images: Tensor) -> Tensor:
     if len(finite) and (finite.min() < -1e-3 or finite.max() > 1 + 1e-3):
         raise ValueError(f"Images span [{finite.min():.3g}, {finite.max():.3g}]: expected floats in [0, 1], or uint8.")
     return torch.where(images.isfinite(), images.clamp(0, 1), torch.nan)
+
+
+def check_options(dtype: str, batch_size: int, known: Sequence[str] = get_args(DType)) -> None:
+    """Check the options of a reward with a network of its own: precision and batch size.
+
+    Raises:
+        ValueError: If one is wrong.
+    """
+    check_ranges({"batch_size": batch_size}, {"batch_size": "[1, inf)"})
+    check_choice("dtype", dtype, known)
+
+
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    """Check that the value of an option is one of those known.
+
+    Raises:
+        ValueError: If not.
+    """
+    if value not in known:
+        raise ValueError(f'{name} is "{value}": expected one of {", ".join(known)}.')
 
 
 def require_package(name: str, user: str) -> None:

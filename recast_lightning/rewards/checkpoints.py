@@ -8,9 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from recast_lightning.errors import few
-from recast_lightning.paths import reading
+from recast_lightning.paths import reading, resolve
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
+
+
+def check_file(path: str, filename: str, what: str) -> None:
+    """Check that weights are there if their path is a local one.
+
+    Raises:
+        ValueError: If `path` is neither a file of weights, nor a folder that holds `filename`, nor a hub id.
+    """
+    local = Path(resolve(path, what))
+    if local.is_dir() and not (local / filename).is_file():
+        raise ValueError(f'The {what} folder {path} holds no file "{filename}": give the path of the file itself.')
+    if local.is_file() and local.suffix not in SUFFIXES:
+        raise ValueError(f"The {what} file {path} is none of {', '.join(SUFFIXES)}.")
 
 
 def fetch(path: str, filename: str, user: str) -> str:

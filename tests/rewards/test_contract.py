@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -268,7 +269,18 @@ def test_signboard_names_resolve_to_the_package():
 
 
 def test_importing_rewards_is_cheap():
-    heavy = ["transformers", "rapidocr", "onnxruntime", "huggingface_hub", "lightning"]
+    heavy = ["transformers", "rapidocr", "onnxruntime", "huggingface_hub", "lightning", "httpx"]
     code = f"import sys, recast_lightning.rewards; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_families_do_not_import_each_other():
+    folder = Path(__file__).parents[2] / "recast_lightning/rewards"
+    crossed = {
+        f"{file.parent.name}/{file.name} -> {other}"
+        for file in folder.glob("*/*.py")
+        for other in re.findall(r"recast_lightning\.rewards\.(\w+)\.", file.read_text(encoding="utf-8"))
+        if other != file.parent.name
+    }
+    assert crossed == {"geneval/colors.py -> clip"}  # colours are named on the CLIP model that other rewards use, too

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from recast_lightning.paths import reading, resolve
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap, RewardModel, require_package
+from recast_lightning.rewards.base import DType, PositiveMap, RewardModel, check_options, require_package
 from recast_lightning.rewards.blip.model import BlipScorer, load_blip_scorer
-from recast_lightning.rewards.checkpoints import fetch
-from recast_lightning.rewards.clip.aesthetic import check_file
-from recast_lightning.rewards.clip.backbone import MEAN, STD, DType, check_options, scale_shorter_side
+from recast_lightning.rewards.checkpoints import check_file, fetch
+from recast_lightning.rewards.preprocessing import MEAN, STD, scale_shorter_side
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recast_lightning.rewards.checkpoints import load_strictly, read_tensors
-from recast_lightning.rewards.clip.aesthetic import ScoreHead
+from recast_lightning.rewards.score_head import ScoreHead
 
 _UNUSED = re.compile(r"blip\.(vision_proj\.|text_proj\.|text_encoder\.embeddings\.position_ids$)")
 _VISION = {

@@ -2,38 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recast_lightning.paths import resolve
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap
-from recast_lightning.rewards.checkpoints import SUFFIXES, fetch, load_strictly, read_tensors
-from recast_lightning.rewards.clip.backbone import ClipBackbone, DType
+from recast_lightning.rewards.base import DType, PositiveMap
+from recast_lightning.rewards.checkpoints import check_file, fetch, load_strictly, read_tensors
+from recast_lightning.rewards.clip.backbone import ClipBackbone
 from recast_lightning.rewards.clip.reward import ClipReward
-
-
-class ScoreHead(nn.Module):
-    """Five linear layers without activations, from features [B, D] to scores [B].
-
-    Both LAION's aesthetic predictor and ImageReward publish this head; the numbers of the layers are those of their
-    files, where dropout took the others.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        sizes = (width, 1024, 128, 64, 16, 1)
-        self.layers = nn.ModuleDict(
-            {str(number): nn.Linear(sizes[i], sizes[i + 1]) for i, number in enumerate((0, 2, 4, 6, 7))}
-        )
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Score features [B, D]; returns [B]."""
-        for layer in self.layers.values():
-            features = layer(features)
-        return features[:, 0]
+from recast_lightning.rewards.score_head import ScoreHead
 
 
 class Aesthetic(ClipReward):
@@ -106,16 +85,3 @@ class Aesthetic(ClipReward):
                 "name the CLIP model that the head was trained on."
             )
         return clip, head
-
-
-def check_file(path: str, filename: str, what: str) -> None:
-    """Check that weights are there if their path is a local one.
-
-    Raises:
-        ValueError: If `path` is neither a file of weights, nor a folder that holds `filename`, nor a hub id.
-    """
-    local = Path(resolve(path, what))
-    if local.is_dir() and not (local / filename).is_file():
-        raise ValueError(f'The {what} folder {path} holds no file "{filename}": give the path of the file itself.')
-    if local.is_file() and local.suffix not in SUFFIXES:
-        raise ValueError(f"The {what} file {path} is none of {', '.join(SUFFIXES)}.")

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,60 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recast_lightning.paths import reading, resolve
+from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.checkpoints import check_fit
+from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
 _log = logging.getLogger(__name__)
 
-DType = Literal["float32", "bfloat16", "float16"]
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
 _MEMO_SIZE = 4096
 _CPU = torch.device("cpu")
 _shared: "WeakValueDictionary[tuple[Hashable, torch.device], nn.Module]" = WeakValueDictionary()
-
-
-def check_options(dtype: DType, batch_size: int) -> None:
-    """Check the options that every reward with a backbone has.
-
-    Raises:
-        ValueError: If one is wrong.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f'dtype is "{dtype}": expected "float32", "bfloat16" or "float16".')
-
-
-def scale_shorter_side(images: Tensor, size: int) -> Tensor:
-    """Scale the shorter side to `size` (bicubic), keeping proportions: [B, 3, H, W] -> [B, 3, H', W']."""
-    height, width = images.shape[-2:]
-    short = min(height, width)
-    return _resize(images, size * height // short, size * width // short)
-
-
-def shortest_side_crop(images: Tensor, size: int) -> Tensor:
-    """Scale the shorter side to `size` (bicubic) and cut out the centre: [B, 3, H, W] -> [B, 3, size, size]."""
-    images = scale_shorter_side(images, size)
-    top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
-    return images[..., top : top + size, left : left + size]
-
-
-def longest_side_pad(images: Tensor, size: int) -> Tensor:
-    """Scale the longer side to `size` (bicubic) and centre it on black: [B, 3, H, W] -> [B, 3, size, size]."""
-    height, width = images.shape[-2:]
-    long = max(height, width)
-    images = _resize(images, max(1, round(size * height / long)), max(1, round(size * width / long)))
-    rows, columns = size - images.shape[-2], size - images.shape[-1]
-    return F.pad(images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-
-
-def _resize(images: Tensor, height: int, width: int) -> Tensor:
-    if images.shape[-2:] == (height, width):
-        return images
-    return F.interpolate(images, (height, width), mode="bicubic", antialias=True).clamp(0, 1)
 
 
 class ClipBackbone:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from recast_lightning.paths import resolve
+from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.checkpoints import SUFFIXES, fetch, load_strictly, read_tensors
-from recast_lightning.rewards.clip.backbone import DType, longest_side_pad, read_clip
+from recast_lightning.rewards.clip.backbone import read_clip
 from recast_lightning.rewards.clip.reward import ClipSimilarity
+from recast_lightning.rewards.preprocessing import longest_side_pad
 
 if TYPE_CHECKING:
     from transformers import CLIPModel

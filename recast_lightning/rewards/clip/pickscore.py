@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from recast_lightning.rewards.clip.backbone import DType
+from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.clip.reward import ClipSimilarity
 
 

@@ -8,15 +8,9 @@ from torch import Tensor
 
 from recast_lightning.paths import resolve
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap, RewardModel, require_package
-from recast_lightning.rewards.clip.backbone import (
-    ClipBackbone,
-    DType,
-    check_options,
-    read_clip,
-    shared_clip,
-    shortest_side_crop,
-)
+from recast_lightning.rewards.base import DType, PositiveMap, RewardModel, check_options, require_package
+from recast_lightning.rewards.clip.backbone import ClipBackbone, read_clip, shared_clip
+from recast_lightning.rewards.preprocessing import shortest_side_crop
 
 
 class ClipReward(RewardModel):

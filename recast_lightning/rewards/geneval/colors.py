@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recast_lightning.prompts.geneval_names import COLORS
-from recast_lightning.rewards.clip.backbone import ClipBackbone, DType, shared_clip
+from recast_lightning.rewards.base import DType
+from recast_lightning.rewards.clip.backbone import ClipBackbone, shared_clip
 from recast_lightning.rewards.geneval.detection import Box
 
 _TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap, RewardModel
+from recast_lightning.rewards.base import PositiveMap, RewardModel, check_choice
 from recast_lightning.rewards.geneval.detection import Box, Detection, Detector, Failure, Found, Hint
 
 Mode = Literal["partial", "strict", "official", "upstream_partial"]
@@ -46,8 +46,7 @@ class GenEval(RewardModel):
         positive_map: PositiveMap | None = None,
     ) -> None:
         super().__init__(positive_map)
-        if mode not in get_args(Mode):
-            raise ValueError(f'mode is "{mode}": expected one of {", ".join(get_args(Mode))}.')
+        check_choice("mode", mode, get_args(Mode))
         self.detector = detector
         self.version, self.licence = detector.version, detector.licence
         self.mode = mode

@@ -6,7 +6,7 @@ OpenMMLab's test pipeline, on which GenEval's thresholds rest, and not those of 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from recast_lightning.paths import resolve
 from recast_lightning.prompts.geneval_names import COCO_CLASSES, COLORS
-from recast_lightning.rewards.base import require_package
-from recast_lightning.rewards.clip.backbone import DType
+from recast_lightning.ranges import check_ranges
+from recast_lightning.rewards.base import DType, check_choice, require_package
 from recast_lightning.rewards.geneval.colors import ColorNamer
 from recast_lightning.rewards.geneval.detection import Box, Detection, Detector, Failure, Found, Hint
 from recast_lightning.rewards.geneval.mask2former_weights import load_mask2former
@@ -81,17 +81,15 @@ class Mask2FormerDetector(Detector):
         batch_size: int = 4,
     ) -> None:
         super().__init__()
-        for name, value in (("threshold", threshold), ("counting_threshold", counting_threshold)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{name} is {value}: expected a certainty in [0, 1).")
+        check_ranges(
+            {"threshold": threshold, "counting_threshold": counting_threshold, "batch_size": batch_size},
+            {"threshold": "[0, 1)", "counting_threshold": "[0, 1)", "batch_size": "[1, inf)"},
+        )
         if not 1 <= short_side <= long_side:
             raise ValueError(
                 f"short_side is {short_side} and long_side {long_side}: expected 1 ≤ short_side ≤ long_side."
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-        if clip_dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f'clip_dtype is "{clip_dtype}": expected "float32", "bfloat16" or "float16".')
+        check_choice("clip_dtype", clip_dtype, get_args(DType))
         self.version = f"{Path(model).name}, {Path(clip).name}"
         self.model = model
         self.clip = clip

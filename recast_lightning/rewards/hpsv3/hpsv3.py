@@ -13,9 +13,10 @@ from torch import Tensor
 
 from recast_lightning.paths import resolve
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import PositiveMap, RewardModel, require_package
+from recast_lightning.rewards.base import PositiveMap, RewardModel, check_options, require_package
 from recast_lightning.rewards.checkpoints import fetch
 from recast_lightning.rewards.hpsv3.model import MAX_ASPECT, REWARD_TOKEN, HPSv3Network, Sample, load_network
+from recast_lightning.rewards.preprocessing import as_pictures
 
 _FILE = "HPSv3.safetensors"
 _FIELD = "text_prompt"
@@ -64,10 +65,7 @@ class HPSv3(RewardModel):
         positive_map: PositiveMap | None = None,
     ) -> None:
         super().__init__(positive_map)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
-        if dtype not in ("bfloat16", "float32"):
-            raise ValueError(f'dtype is "{dtype}": expected "bfloat16" or "float32".')
+        check_options(dtype, batch_size, known=("bfloat16", "float32"))
         self.model = model
         self.base = base
         self.template = template
@@ -91,8 +89,7 @@ class HPSv3(RewardModel):
         scores = torch.full((len(images),), torch.nan)
         for chunk in torch.arange(len(images)).split(self.batch_size):
             samples: dict[int, Sample] = {}
-            pixels = (images[chunk.to(images.device)] * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-            for i, picture in zip(chunk.tolist(), pixels, strict=True):
+            for i, picture in zip(chunk.tolist(), as_pictures(images[chunk.to(images.device)]), strict=True):
                 try:
                     samples[i] = network.encode(Image.fromarray(picture), prompts[i].text)
                 except ValueError as error:

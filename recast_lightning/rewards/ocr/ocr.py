@@ -3,21 +3,22 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.base import RewardModel, require_package
-from recast_lightning.rewards.ocr.ocr_score import PLAIN_TEXT, Substring, letters, ocr_score
+from recast_lightning.ranges import check_ranges
+from recast_lightning.rewards.base import RewardModel, check_choice, require_package
+from recast_lightning.rewards.ocr.engine import last_line, load_engine, read_lines, read_page
 from recast_lightning.rewards.ocr.onnx_file import onnx_metadata
+from recast_lightning.rewards.ocr.score import Substring, letters, ocr_score
+from recast_lightning.rewards.preprocessing import Picture, as_pictures
 
-Picture = NDArray[np.uint8]  # [H, W, 3], blue first, as RapidOCR takes arrays
 _WHOLE = (0.0, 0.0, 1.0, 1.0)
 
 
@@ -60,14 +61,11 @@ class OCR(RewardModel):
         dictionary: str | None = None,
     ) -> None:
         super().__init__()
-        if min_side < 32:
-            raise ValueError(f"min_side is {min_side}: expected at least 32 pixels.")
-        if not 0 <= min_confidence <= 1:
-            raise ValueError(f"min_confidence is {min_confidence}: expected a number in [0, 1].")
-        if threads < 1:
-            raise ValueError(f"threads is {threads}: expected at least 1.")
-        if substring not in get_args(Substring):
-            raise ValueError(f'substring is "{substring}": expected one of {", ".join(get_args(Substring))}.')
+        check_ranges(
+            {"min_side": min_side, "min_confidence": min_confidence, "threads": threads},
+            {"min_side": "[32, inf)", "min_confidence": "[0, 1]", "threads": "[1, inf)"},
+        )
+        check_choice("substring", substring, get_args(Substring))
         self.detect = detect
         self.min_side = min_side
         self.min_confidence = min_confidence
@@ -138,7 +136,8 @@ class OCR(RewardModel):
     def read(self, images: Tensor, prompts: Sequence[Prompt]) -> list[str | None]:
         """Read images [B, 3, H, W] (float32 in [0, 1]): lines parted by line breaks; None where the engine fails."""
         if self.detect:
-            return [self._attempt(self._read_page, picture) for picture in _pictures(_enlarge(images, self.min_side))]
+            read = partial(read_page, self.load())
+            return [self._attempt(read, picture) for picture in _pictures(_enlarge(images, self.min_side))]
         crops = [_crop(picture, prompt) for picture, prompt in zip(_pictures(images), prompts, strict=True)]
         texts: list[str | None] = [None] * len(crops)
         # The engine pads the crops of a call to the widest. Crops of one size need no padding, so a text cannot depend
@@ -151,83 +150,33 @@ class OCR(RewardModel):
                 texts[i] = text
         return texts
 
-    def _read_page(self, picture: Picture) -> str:
-        output = self.load()(picture)
-        texts = getattr(output, "txts", None)  # None: no text at all
-        if texts is None:
-            return ""
-        if not len(texts) == len(output.scores) == len(output.boxes):
-            raise RuntimeError(f"it read {len(texts)} texts in {len(output.boxes)} lines")
-        return "\n".join(texts).translate(PLAIN_TEXT)
-
-    def _read_lines(self, crops: list[Picture]) -> list[str]:
-        from rapidocr.main import RapidOCRError
-
-        try:
-            output = self.load().recognize_txt(crops)
-        except RapidOCRError:  # one of its two ways to say that there is no text at all
-            output = None
-        if output is None or output.txts is None:
-            return [""] * len(crops)
-        if not len(output.txts) == len(output.scores) == len(crops):
-            raise RuntimeError(f"it read {len(output.txts)} texts in {len(crops)} lines")
-        lines = zip(output.txts, output.scores, strict=True)
-        return [text.translate(PLAIN_TEXT) if score >= self.min_confidence else "" for text, score in lines]
-
     def _read_lines_safely(self, crops: list[Picture]) -> Sequence[str | None]:
         """Read all crops in one call; if that fails, one by one, so that only the culprit is lost."""
         try:
-            return self._read_lines(crops)
+            return read_lines(self.load(), crops, self.min_confidence)
         except Exception:
-            return [self._attempt(lambda crop: self._read_lines([crop])[0], crop) for crop in crops]
+            return [self._attempt(self._read_line, crop) for crop in crops]
+
+    def _read_line(self, crop: Picture) -> str:
+        return read_lines(self.load(), [crop], self.min_confidence)[0]
 
     def _attempt(self, read: Callable[[Picture], str], picture: Picture) -> str | None:
         try:
             return read(picture)
         except Exception as error:
-            self._report(f"the OCR engine failed with {_last_line(error)}")
+            self._report(f"the OCR engine failed with {last_line(error)}")
             return None
 
     def _load(self) -> Any:
-        from rapidocr import RapidOCR
-
-        params: dict[str, Any] = {
-            "Global.use_cls": False,
-            "Global.text_score": self.min_confidence,
-            "Global.log_level": "critical",
-            "EngineConfig.onnxruntime.intra_op_num_threads": self.threads,
-            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
-            "Det.limit_side_len": self.min_side,
-        }
-        if not self.detect:
-            params |= {"Rec.rec_img_shape": [3, 48, 48], "Rec.rec_batch_num": 32}  # width: that of the crops
-        paths = {"Det.model": self.detector_model, "Rec.model": self.recogniser_model, "Rec.rec_keys": self.dictionary}
-        params |= {f"{key}_path": path for key, path in paths.items() if path is not None}
-        engine = RapidOCR(params=params)
-        try:  # it reads its files only now
-            blank = np.zeros((48, 48, 3), np.uint8)
-            if self.detect:
-                engine(blank)
-            engine.recognize_txt([blank])
-        except Exception as error:
-            raise ValueError(f"The OCR models cannot be used: {_last_line(error)}") from error
-        if self.dictionary is not None:
-            self._check_dictionary(engine.text_rec)
-        return engine
-
-    def _check_dictionary(self, recogniser: Any) -> None:
-        """Without this, a dictionary of the wrong length would shift letters in silence."""
-        classes = recogniser.session(np.zeros((1, 3, 48, 48), np.float32)).shape[-1]
-        known = len(recogniser.postprocess_op.character)
-        if known != classes:
-            raise ValueError(
-                f"The OCR dictionary {self.dictionary} holds {known - 2} characters, but the recogniser "
-                f"{self.recogniser_model} tells {classes - 2} apart."  # blank and space are not in the file
-            )
-
-
-def _last_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+        return load_engine(
+            detect=self.detect,
+            min_side=self.min_side,
+            min_confidence=self.min_confidence,
+            threads=self.threads,
+            detector_model=self.detector_model,
+            recogniser_model=self.recogniser_model,
+            dictionary=self.dictionary,
+        )
 
 
 def _crop(picture: Picture, prompt: Prompt) -> Picture:
@@ -248,5 +197,5 @@ def _enlarge(images: Tensor, min_side: int) -> Tensor:
 
 
 def _pictures(images: Tensor) -> list[Picture]:
-    """Images [B, 3, H, W] in [0, 1] as arrays for the engine."""
-    return list((images.flip(1) * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy())
+    """Images [B, 3, H, W] in [0, 1] as the engine takes them: blue first."""
+    return as_pictures(images.flip(1))

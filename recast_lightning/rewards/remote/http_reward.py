@@ -12,16 +12,9 @@ import torch
 
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import PositiveMap
-from recast_lightning.rewards.remote.client import (
-    Picture,
-    RemoteReward,
-    RequestFailedError,
-    Verdict,
-    check_url,
-    excerpt,
-    failed,
-    png_base64,
-)
+from recast_lightning.rewards.preprocessing import Picture
+from recast_lightning.rewards.remote.client import RequestFailedError, check_url, excerpt
+from recast_lightning.rewards.remote.reward import RemoteReward, Verdict, failed, png_base64
 
 _log = logging.getLogger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
@@ -110,10 +103,7 @@ class HTTPReward(RemoteReward):
         """
         self.validate()
         address = urljoin(self.url, self.health_path)
-        try:
-            health = self.client.ask(address)
-        except RequestFailedError as failure:
-            raise ValueError(f"{self.name} has no server at {address}: {failure}.") from failure
+        health = self._get(address)
         if not isinstance(health, dict) or health.get("ready") is not True:
             raise ValueError(f'{self.name}: the server at {address} does not say "ready": true.')
         found = {key: excerpt(str(health.get(key) or "")) for key in ("name", "version")}

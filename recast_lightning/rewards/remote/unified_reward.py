@@ -9,16 +9,11 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from recast_lightning.prompts.prompt import Prompt
-from recast_lightning.rewards.remote.client import (
-    Picture,
-    RemoteReward,
-    RequestFailedError,
-    Verdict,
-    check_url,
-    excerpt,
-    failed,
-    png_base64,
-)
+from recast_lightning.ranges import check_ranges
+from recast_lightning.rewards.base import check_choice
+from recast_lightning.rewards.preprocessing import Picture
+from recast_lightning.rewards.remote.client import check_url, excerpt
+from recast_lightning.rewards.remote.reward import RemoteReward, Verdict, failed, png_base64
 
 ReplyFormat = Literal["three_scores", "final_score"]
 _LABELS: dict[ReplyFormat, tuple[str, ...]] = {
@@ -89,10 +84,8 @@ class UnifiedReward(RemoteReward):
         super().__init__(timeout=timeout, retries=retries, backoff=backoff, batch_size=1, concurrency=concurrency)
         if not model:
             raise ValueError("model is empty: give the name under which the server knows the model.")
-        if reply not in get_args(ReplyFormat):
-            raise ValueError(f'reply is "{reply}": expected one of {", ".join(get_args(ReplyFormat))}.')
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}: expected at least 1.")
+        check_choice("reply", reply, get_args(ReplyFormat))
+        check_ranges({"max_tokens": max_tokens}, {"max_tokens": "[1, inf)"})
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.reply = reply
@@ -125,10 +118,7 @@ class UnifiedReward(RemoteReward):
         """
         self.validate()
         address = f"{self.base_url}/models"
-        try:
-            listed = self.client.ask(address, key=self._key())
-        except RequestFailedError as failure:
-            raise ValueError(f"unified_reward has no server at {address}: {failure}.") from failure
+        listed = self._get(address, self._key())
         entries = listed.get("data") if isinstance(listed, dict) else None
         names = [entry.get("id") for entry in entries or [] if isinstance(entry, dict)]
         if self.model not in names:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import ClipScore, HPSv2, PickScore
-from recast_lightning.rewards.clip.backbone import longest_side_pad, shortest_side_crop
+from recast_lightning.rewards.preprocessing import longest_side_pad, shortest_side_crop
 
 TEXTS = ["a red cat", "two dogs maybe", "a sign ok", "a red cat", "x"]
 PROMPTS = [Prompt(text) for text in TEXTS]
@@ -280,8 +280,8 @@ def test_hub_errors_are_one_sentence(monkeypatch, laion):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0: expected at least 1"),
-        ({"dtype": "int8"}, 'dtype is "int8": expected "float32"'),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"dtype": "int8"}, 'dtype is "int8": expected one of float32'),
     ],
 )
 def test_bad_options(options, message):

@@ -4,9 +4,9 @@ from helpers import tiny_clip
 from torch.nn import functional as F
 
 from recast_lightning.prompts.geneval_names import COLORS
-from recast_lightning.rewards.clip.backbone import shortest_side_crop
 from recast_lightning.rewards.clip.clip_score import ClipScore
 from recast_lightning.rewards.geneval.colors import ColorNamer
+from recast_lightning.rewards.preprocessing import shortest_side_crop
 
 
 class Palette:

@@ -273,10 +273,10 @@ def test_classes_are_in_cocos_order():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 1.0}, "threshold is 1.0: expected a certainty"),
-        ({"counting_threshold": -0.1}, "counting_threshold is -0.1"),
+        ({"threshold": 1.0}, r"threshold must be in \[0, 1\), got 1.0"),
+        ({"counting_threshold": -0.1}, "counting_threshold must be in .*, got -0.1"),
         ({"short_side": 900, "long_side": 800}, "short_side is 900 and long_side 800"),
-        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"clip_dtype": "int8"}, 'clip_dtype is "int8"'),
     ],
 )

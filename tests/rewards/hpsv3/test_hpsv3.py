@@ -279,11 +279,11 @@ def test_signs_and_options(tiny_hpsv3):
         make(folder).check_positive()
     for positive_map in ("floor", "exp", "sigmoid"):
         make(folder, positive_map=positive_map).check_positive()
-    with pytest.raises(ValueError, match="positive_map is 'abs'"):
+    with pytest.raises(ValueError, match='positive_map is "abs"'):
         make(folder, positive_map="abs")
-    with pytest.raises(ValueError, match="batch_size is 0: expected at least 1"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         make(folder, batch_size=0)
-    with pytest.raises(ValueError, match='dtype is "float16": expected "bfloat16" or "float32"'):
+    with pytest.raises(ValueError, match='dtype is "float16": expected one of bfloat16, float32'):
         make(folder, dtype="float16")
 
 

@@ -206,7 +206,7 @@ def test_a_dead_server_costs_scores_and_nothing_else(caplog):
         url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
     reward = HTTPReward(url, name="aesthetics", retries=2, **FAST)
     assert reward(gray(1, 2), [Prompt("p")] * 2).isnan().all()
-    assert "aesthetics could not score an image: the connection failed with ConnectError" in caplog.text
+    assert "aesthetics could not score an image: the connection failed with ConnectionRefusedError" in caplog.text
     assert "(tried 3x)" in caplog.text
     with pytest.raises(ValueError, match=r"aesthetics has no server at http://\S+/health: the connection failed"):
         reward.check()
@@ -276,7 +276,7 @@ def test_copies_travel():
             assert (twin.name, twin.score_range) == ("mine", (0.0, 255.0))
 
 
-def test_logging_of_the_client_is_silent_when_all_is_well(caplog):
+def test_nothing_is_logged_when_all_is_well(caplog):
     with caplog.at_level(logging.DEBUG):
         ask(GOOD)
-    assert caplog.records == []
+    assert [record.name for record in caplog.records if record.name.startswith("recast_lightning")] == []

@@ -33,15 +33,15 @@ def test_metadata_that_cannot_travel():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout": 0.0}, "timeout is 0.0: expected"),
-        ({"timeout": math.nan}, "timeout is nan: expected"),
-        ({"retries": -1}, "retries is -1: expected at least 0"),
-        ({"backoff": -1.0}, "backoff is -1.0: expected"),
-        ({"batch_size": 0}, "batch_size is 0: expected at least 1"),
-        ({"concurrency": 0}, "concurrency is 0: expected at least 1"),
+        ({"timeout": 0.0}, "timeout must be above 0, got 0.0"),
+        ({"timeout": math.nan}, "timeout must be above 0, got nan"),
+        ({"retries": -1}, "retries must be at least 0, got -1"),
+        ({"backoff": -1.0}, "backoff must be at least 0, got -1.0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
         ({"name": ""}, "name is empty"),
         ({"score_range": (1.0, 1.0)}, r"score_range is \[1.0, 1.0\]: expected"),
-        ({"positive_map": "abs"}, "positive_map is 'abs'"),
+        ({"positive_map": "abs"}, 'positive_map is "abs"'),
     ],
 )
 def test_bad_options(options, message):
@@ -65,6 +65,8 @@ def test_bad_options(options, message):
         "http://a/#b",
         "http://[::1/",
         "http://ä.de/",
+        "http://a..b/",
+        f"http://{'a' * 64}/",
     ],
 )
 def test_addresses_are_checked_without_a_network(url, monkeypatch):

@@ -143,7 +143,7 @@ def test_nested_arguments_are_built():
         (["OCR"], "There is no class OCR"),
         (["recast_lightning.rewards.OCR", "--init", '{"x": 1}'], "does not take these arguments"),
         (["recast_lightning.rewards.OCR", "--init", "[]"], "expected a JSON object"),
-        (["recast_lightning.rewards.OCR", "--init", '{"min_side": 3}'], "min_side is 3"),
+        (["recast_lightning.rewards.OCR", "--init", '{"min_side": 3}'], "min_side must be at least 32, got 3"),
         (["recast_lightning.rewards.SignboardDetector"], "is no RewardModel"),
         (["recast_lightning.rewards.OCR", "--port", "99999"], "port must be 0-65535"),
     ],

@@ -232,9 +232,9 @@ def test_copies_travel():
     [
         ({"model": ""}, "model is empty"),
         ({"reply": "json"}, 'reply is "json": expected one of three_scores, final_score'),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"timeout": math.inf}, "timeout is inf"),
-        ({"concurrency": 0}, "concurrency is 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"timeout": math.inf}, "timeout must be above 0, got inf"),
+        ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
     ],
 )
 def test_bad_options(options, message):

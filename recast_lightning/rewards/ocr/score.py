@@ -1,14 +1,12 @@
-"""How much of a text another one spells."""
+"""How well recognised text agrees with its target."""
 
 import re
 import unicodedata
 from typing import Literal
 
 Substring = Literal["word", "anywhere"]
-
-
 # The recogniser, made for more than English, may answer in full-width Latin letters, and it takes shapes for symbols.
-PLAIN_TEXT: dict[int, int | None] = {
+_PLAIN_TEXT: dict[int, int | None] = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys(range(0x25A0, 0x2700)),  # circles, squares, triangles, stars: dropped
 }
@@ -48,10 +46,15 @@ def ocr_score(recognised: str, target: str, substring: Substring = "word") -> fl
     return 1.0 if contained else 1 - min(Levenshtein.distance(whole, wanted), n) / n
 
 
+def plain_text(text: str) -> str:
+    """Full-width Latin letters as plain ones, and without geometric shapes."""
+    return text.translate(_PLAIN_TEXT)
+
+
 def _plain(text: str) -> str:
-    return unicodedata.normalize("NFC", text.translate(PLAIN_TEXT)).lower()
+    return unicodedata.normalize("NFC", plain_text(text)).lower()
 
 
 def letters(text: str) -> str:
-    """What is compared of a text: lower-case, without spaces and line breaks."""
+    """What is compared: composed, in lower case, and without spaces and line breaks."""
     return "".join(_plain(text).split())
