@@ -38,7 +38,7 @@ class RenyiProfilerCallback(L.Callback):
         shrinkage: `auto` pulls gains that noise explains towards flat, `none` takes them as measured (the paper).
         temperature: τ of the kernel.
         profile: a saved profile to use instead of measuring.
-        refresh: measure anew within a stage after so many rollouts; default once per stage (the paper).
+        refresh: measure anew within a stage after so many epochs; default once per stage (the paper).
         drift: measure anew when a check before each rollout says that ΣD has moved by more than this share.
         drift_prompts: prompts of the check, which completes proposals from the noisiest level only.
         measure_after: measure the policy that leaves a stage, too, to report what is left of its D.
@@ -68,7 +68,7 @@ class RenyiProfilerCallback(L.Callback):
                 "error bar."
             )
         if refresh is not None and refresh < 1:
-            raise ValueError(f"refresh must be at least 1 rollout, got {refresh}.")
+            raise ValueError(f"refresh must be at least 1 epoch, got {refresh}.")
         if drift is not None and not drift > 0:
             raise ValueError(f"drift must be a positive share, got {drift}.")
         if profile is not None and (refresh or drift):

@@ -63,7 +63,7 @@ def _measurement_sentence(profile: Profile) -> str:
     every = len(levels) == last
     where = f"all {last} levels" if every else f"levels {_listed(levels)} of {last} (the others are interpolated)"
     same = len(set(profile.rollouts)) == 1
-    completions = counted(profile.rollouts[0], "rollout") if same else f"{_listed(profile.rollouts)} rollouts"
+    completions = counted(profile.rollouts[0], "completion") if same else f"{_listed(profile.rollouts)} completions"
     steps = {"auto": "as many steps as the sampler's grid pays for", "grid": "the sampler's own steps"}.get(
         str(profile.steps), f"{profile.steps} steps from pure noise"
     )

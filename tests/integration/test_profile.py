@@ -140,7 +140,7 @@ def test_the_policys_own_images_serve_where_they_are_good_enough(tmp_path):
         ),
         ([], options(levels=6), "levels must be 2 to 3, or a list of levels, got 6"),
         ([], options(order=1.0), "Order 1 needs at least 2 completions a proposal and level, got 1"),
-        ([], options(refresh=0), "refresh must be at least 1 rollout, got 0"),
+        ([], options(refresh=0), "refresh must be at least 1 epoch, got 0"),
         ([], options(drift=-1.0), "drift must be a positive share, got -1.0"),
         ([], options(drift=0.5, profile="x"), "refresh and drift measure anew, but the profile 'x' is given"),
         ([], options(proposals=own_images(per_prompt=1)), "per_prompt must be at least 2, got 1"),
