@@ -154,6 +154,14 @@ def test_the_command_line_accepts_it(files, resolved):
     check(files, resolved(files))
 
 
+def test_an_overlay_may_give_single_keys_of_a_group(resolved, tmp_path):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("model: {objective: {advantage_clip: 4.0}, rollout: {batch_size: 12}}")
+    base, found = (resolved([CONFIGS / "signboard/demo.yaml", *more])["model"] for more in ([], [overlay]))
+    assert found["objective"]["init_args"] == base["objective"]["init_args"] | {"advantage_clip": 4.0}
+    assert found["rollout"] == base["rollout"] | {"batch_size": 12}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("files", ALL, ids=name_of)
 def test_the_command_line_accepts_every_combination(files, resolved):
