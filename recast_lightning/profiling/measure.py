@@ -112,7 +112,7 @@ class Profiler:
 
         how: dict[str, Any] = {"rollouts": options.completions, "steps": options.steps, "levels": options.levels}
         cost = profile_cost(len(prompts), self.policy.sigmas, **how)
-        key = content_hash(repr([metadata, names, *how.values(), options.order]).encode())
+        what = [metadata, names, options.steps, options.levels, options.completions, options.order]
         bar = context.progress(f"profiling {', '.join(names)}", cost)
         with bar as advance, self.policy.adapter("default"), context.autocast(), user_errors():
             return estimate_profile(
@@ -129,7 +129,7 @@ class Profiler:
                 batch_size=options.batch_size,
                 progress=_differences(advance),
                 metadata=metadata,
-                unfinished=unfinished and unfinished / f"profile-{key}",
+                unfinished=unfinished and unfinished / f"profile-{content_hash(repr(what).encode())}",
                 rank=context.rank,
                 world_size=context.world_size,
                 total=total if context.world_size > 1 else None,
