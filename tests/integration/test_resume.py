@@ -229,6 +229,7 @@ def test_the_configuration_s_learning_rate_holds_over_the_checkpoint_s(within, t
     assert "now model.objective.beta 0.1 → 0.2" in printed
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_stays(tmp_path):
     """After the first step, no file may grow as large as a checkpoint."""
     file = with_callback(config(tmp_path, **SMALL), "helpers.killer.FillDisk", limit=300_000)

@@ -75,6 +75,7 @@ def test_going_on_from_a_kept_checkpoint_gives_the_whole_run_in_a_new_folder(run
     assert "base policy" not in printed
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_single_process_adapter(run, tmp_path):
     """Through gloo: same prompts, noise, statistics and steps; half the micro-batch on each."""
     changes = {"model__rollout__micro_batch_size": 2, "trainer__devices": 2, "trainer__strategy": "ddp"}
