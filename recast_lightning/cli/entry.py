@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from argparse import HelpFormatter
@@ -62,8 +63,11 @@ def main(args: Sequence[str] | None = None) -> None:
         check_options(arguments)
         check_config_files(arguments)
     os.environ.setdefault("WANDB_SILENT", "true")
+    gc.disable()  # modules stay: looking for garbage among them takes seconds now, and some of every rollout later
     from recast_lightning.cli.lightning_cli import run
 
+    gc.freeze()
+    gc.enable()
     run(None if args is None else arguments)
 
 
