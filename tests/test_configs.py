@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from recast_lightning.cli import main
 from recast_lightning.cli.lightning_cli import RecastCLI
+from recast_lightning.credit.plan import make_plan
 from recast_lightning.rollout.samples import check_sizes
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -33,7 +35,8 @@ def chains(file: Path) -> list[list[Path]]:
 
 def combinations(stage: str) -> list[list[Path]]:
     """A stage of SD3.5-Medium with no or one overlay of each kind, in each way."""
-    kinds = [SD35.glob("hardware/*.yaml"), SD35.glob(f"budgets/{stage}_*.yaml"), SD35.glob("old_policy/*.yaml")]
+    globs = ("hardware/*.yaml", f"budgets/{stage}_*.yaml", "old_policy/*.yaml", "estimator/*.yaml")
+    kinds = [SD35.glob(pattern) for pattern in globs]
     choices = product(*([[], *([file] for file in sorted(files))] for files in kinds))
     return [[SD35 / f"{stage}.yaml", *chain.from_iterable(choice)] for choice in choices]
 
@@ -53,7 +56,9 @@ def some() -> list[list[Path]]:
 
 
 def merged(given: Any, overlay: Any) -> Any:
-    """What two files say together: dictionaries join, all else is replaced."""
+    """What two files say together: dictionaries join, lists of one length item by item; all else is replaced."""
+    if isinstance(given, list) and isinstance(overlay, list) and len(given) == len(overlay):
+        return [merged(*pair) for pair in zip(given, overlay, strict=True)]
     if not (isinstance(given, dict) and isinstance(overlay, dict)):
         return overlay
     return given | {key: merged(given.get(key), value) for key, value in overlay.items()}
@@ -90,7 +95,7 @@ def test_there_are_configurations():
     assert CONFIGS / "signboard/demo.yaml" in FILES
     assert bases_of(CONFIGS / "signboard/static.yaml") == [CONFIGS / "signboard/full.yaml"]
     assert bases_of(SD35 / "hardware/ddp_8.yaml") == [SD35 / "ocr.yaml", SD35 / "geneval.yaml"]
-    assert len(ALL) == 2 * 5 * 5 * 2
+    assert len(ALL) == 2 * 5 * 5 * 2 * 2
     assert not list(CONFIGS.rglob("*.yml")), "use .yaml, which is what these tests look at"
 
 
@@ -109,7 +114,7 @@ def test_overlays_of_different_kinds_do_not_touch_each_other():
 
     kinds = [
         set().union(*(keys(read([f])) for f in SD35.glob(f"{kind}/*")))
-        for kind in ("hardware", "budgets", "old_policy")
+        for kind in ("hardware", "budgets", "old_policy", "estimator")
     ]
     assert all(kinds)
     assert sum(map(len, kinds)) == len(set().union(*kinds))
@@ -178,9 +183,23 @@ def test_an_optimizer_step_sees_one_whole_rollout_on_any_hardware(files):
     size = model["rollout"]["micro_batch_size"]
     check_sizes(data["prompts_per_rollout"], data["group_size"], size, processes)
     batches = data["prompts_per_rollout"] * data["group_size"] // processes // size
-    assert trainer["accumulate_grad_batches"] == batches * model["policy"]["init_args"]["num_steps"]
+    assert trainer["accumulate_grad_batches"] == batches * int(0.99 * 25)
     strategy = trainer.get("strategy", "ddp")
     assert strategy == "ddp" or strategy["init_args"]["data_parallel_size"] == processes
+
+
+@pytest.mark.parametrize("stage", ["ocr", "geneval"])
+def test_the_papers_estimator_changes_how_a_profile_is_measured_and_nothing_else(stage):
+    plain = read([SD35 / f"{stage}.yaml"])
+    paper = read([SD35 / f"{stage}.yaml", SD35 / "estimator/paper.yaml"])
+    how = paper["trainer"]["callbacks"][0]["init_args"]
+    measured = {"posterior": "ode", "levels": None, "steps": "grid", "shrinkage": "none"}
+    assert how == plain["trainer"]["callbacks"][0]["init_args"] | measured
+    assert make_plan(torch.linspace(0, 1, 26), rollouts=1, steps="grid", levels=None).calls == list(range(1, 26))
+    how |= plain["trainer"]["callbacks"][0]["init_args"]
+    for name in measured.keys() - plain["trainer"]["callbacks"][0]["init_args"].keys():
+        del how[name]
+    assert paper == plain
 
 
 @pytest.mark.parametrize("stage", ["ocr", "geneval"])
@@ -207,6 +226,7 @@ def test_both_stages_are_the_papers_and_differ_in_their_reward_alone():
         model, data = found["model"], found["data"]
         assert model["objective"] == {"beta": 0.1, "kl_weight": 1e-4}
         assert (model["optimizer"], model["ema_decay"]) == ({"learning_rate": 3e-4}, 0.9)
+        assert (model["rollout"]["timestep_fraction"], model["old_policy"]) == (0.99, {"rate": 0.001, "maximum": 0.5})
         assert (data["prompts_per_rollout"], data["group_size"]) == (48, 24)
     for found, stage in ((ocr, "ocr"), (geneval, "geneval")):
         del found["model"]["rewards"][stage], found["model"]["stages"], found["trainer"]["logger"]

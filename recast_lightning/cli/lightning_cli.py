@@ -173,7 +173,7 @@ class RecastCLI(LightningCLI):
             check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
         if self.subcommand == "doctor":
             return
-        check_strategy(self.trainer)
+        check_strategy(self.trainer, self.model.policy)
         self.model.validate_config(self.datamodule, self.trainer.world_size)
         items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
         check_run(self.trainer, items if self.subcommand == "fit" else 0)

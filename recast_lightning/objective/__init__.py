@@ -1,4 +1,4 @@
-"""The objective: advantages of weighted rewards, DiffusionNFT's loss, the old policy's schedule. Pure tensor code."""
+"""The objective: advantages of weighted rewards, DiffusionNFT's loss, the schedules of old policy and EMA. Pure tensor code."""
 
 from recast_lightning.objective.advantages import (
     Advantages,
@@ -9,7 +9,7 @@ from recast_lightning.objective.advantages import (
     optimality_probability,
 )
 from recast_lightning.objective.nft_loss import NFTLoss, NFTTerms, nft_loss
-from recast_lightning.objective.old_policy import OldPolicySchedule
+from recast_lightning.objective.schedules import OldPolicySchedule, ema_decay
 
 __all__ = [
     "Advantages",
@@ -18,6 +18,7 @@ __all__ = [
     "NFTTerms",
     "OldPolicySchedule",
     "Spread",
+    "ema_decay",
     "group_advantages",
     "level_advantages",
     "nft_loss",

@@ -19,12 +19,14 @@ class PipelineLoader:
     Args:
         path: a folder or a hub id.
         class_name: of the pipeline, in diffusers.
-        dtype: of the weights.
+        dtype: of the weights, but for the VAE.
+        vae_dtype: of the VAE.
     """
 
     path: str
     class_name: str
     dtype: torch.dtype
+    vae_dtype: torch.dtype = torch.float32
 
     @property
     def pipeline_class(self) -> Any:
@@ -50,9 +52,13 @@ class PipelineLoader:
         Raises:
             UserError: if it is neither here nor on the hub.
         """
-        with reading(f"The policy found no {what}", self.path):
+        # Under a default device, Lightning's while a module is configured, new weights would be made there.
+        with reading(f"The policy found no {what}", self.path), torch.device("cpu"):
             return self.pipeline_class.from_pretrained(
-                self.path, dtype=self.dtype, use_safetensors=True, **dict.fromkeys(without)
+                self.path,
+                dtype={"default": self.dtype, "vae": self.vae_dtype},
+                use_safetensors=True,
+                **dict.fromkeys(without),
             )
 
     def folder(self, without: Sequence[str]) -> Path:

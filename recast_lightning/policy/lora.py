@@ -25,7 +25,8 @@ class Adapters:
         rank: of the adapters.
         alpha: their scale.
         targets: modules that get adapters, by the end of their name.
-        seed: keys their first weights, which are the same for all three.
+        seed: keys their first weights, which are the same for all three, and under every strategy: they are drawn on the
+            CPU, whatever the default device is.
     """
 
     def __init__(self, transformer: Any, rank: int, alpha: int, targets: Sequence[str], seed: int) -> None:
@@ -35,7 +36,7 @@ class Adapters:
         self.transformer = transformer
         transformer.requires_grad_(False)
         config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=list(targets))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             for name in ADAPTERS:
                 torch.manual_seed(derive_seed(seed, "lora"))
                 transformer.add_adapter(config, name)

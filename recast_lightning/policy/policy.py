@@ -56,7 +56,8 @@ class Policy(nn.Module):
         use_t5: whether to load T5 where the pipeline has one and does without.
         guidance: scale of an embedded guidance, for a model that has one; default 3.5 for FLUX.
         offload_frozen: keep text encoders and VAE on the CPU except while they work.
-        dtype: of the frozen weights; adapters are float32.
+        dtype: of the frozen transformer and text encoders; adapters are float32.
+        vae_dtype: of the VAE.
         gradient_checkpointing: trade compute for memory in the trained pass.
         embedding_cache: number of encoded prompts to keep in memory.
         embedding_folder: keep encoded prompts on disk here, for this run and later ones; default in memory only.
@@ -81,6 +82,7 @@ class Policy(nn.Module):
         guidance: float | None = None,
         offload_frozen: bool = False,
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         gradient_checkpointing: bool = False,
         embedding_cache: int = 4096,
         embedding_folder: str | None = None,
@@ -99,6 +101,7 @@ class Policy(nn.Module):
         self.max_sequence_length, self.use_t5, self.guidance = max_sequence_length, use_t5, guidance
         self.offload_frozen = offload_frozen
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.vae_dtype: torch.dtype = getattr(torch, vae_dtype)
         self.gradient_checkpointing = gradient_checkpointing
         self.embedding_cache, self.embedding_folder = embedding_cache, embedding_folder
         self.compile_blocks, self.sharded = compile_blocks, False
@@ -144,7 +147,7 @@ class Policy(nn.Module):
         if self._helpers:
             return
         found = PipelineFolder.find(self.path) or fetch_index(self.path)
-        loader = PipelineLoader(resolve(self.path, "policy"), found.pipeline_class, self.dtype)
+        loader = PipelineLoader(resolve(self.path, "policy"), found.pipeline_class, self.dtype, self.vae_dtype)
         pipeline = loader.load("pipeline", without=family_of(found).text_parts)
         found = PipelineFolder.find(self.path) or found  # now with all files that are checked, from the hub, too
         self.family = self._fitting_family(found)
@@ -158,8 +161,9 @@ class Policy(nn.Module):
             self.transformer.enable_gradient_checkpointing()
         if self.compile_blocks:
             compile_blocks(self.family.blocks(self.transformer))
-        descending = self.family.sigmas(pipeline.scheduler, self.num_steps, self.height, self.width)
-        self.sigmas = descending.flip(0).double().cpu()
+        with torch.device("cpu"):
+            descending = self.family.sigmas(pipeline.scheduler, self.num_steps, self.height, self.width)
+        self.sigmas = descending.flip(0).double()
         self._helpers = {
             "vae": pipeline.vae.eval().requires_grad_(False),
             "encoder": self._prompt_encoder(loader),

@@ -6,7 +6,7 @@ Shape legend: B micro-batch, N images of this process, C H W latents.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,8 +20,7 @@ OnNonfinite = Literal["stop", "skip"]
 
 
 class _Note(NamedTuple):
-    place: str
-    texts: Sequence[str]
+    where: Callable[[int], str]
     names: list[str]
     finite: Tensor  # [names, B]
 
@@ -40,10 +39,15 @@ class FiniteCheck:
         self._notes: list[_Note] = []
         self._said: set[str] = set()
 
-    def note(self, place: str, texts: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Remember which rows of a micro-batch's tensors [B, ...] are finite; nothing waits for the device."""
+    def note(self, where: Callable[[int], str], tensors: Mapping[str, Tensor]) -> None:
+        """Remember which rows of a micro-batch's tensors [B, ...] are finite; nothing waits for the device.
+
+        Args:
+            where: says of a row where in the run it stands.
+            tensors: name → tensor.
+        """
         finite = torch.stack([finite_rows(t) for t in tensors.values()])
-        self._notes.append(_Note(place, texts, list(tensors), finite))
+        self._notes.append(_Note(where, list(tensors), finite))
 
     def refuses_step(self, norm: Tensor, weights: Iterable[tuple[str, nn.Parameter]], *, scaled: bool = False) -> bool:
         """Whether the optimizer step over all that was noted must be left out; a collective call, one wait for the device.
@@ -104,8 +108,8 @@ class FiniteCheck:
         for note in self._notes:
             bad = (~note.finite).nonzero().tolist()
             if bad:
-                name, row = note.names[bad[0][0]], note.texts[bad[0][1]]
-                return f"{note.place}, prompt {row!r}: NaN or inf in the {name}"
+                name, row = bad[0]
+                return f"{note.where(row)}: NaN or inf in the {note.names[name]}"
         return ""
 
     def _tell(self, kind: str, what: str, stop: str, skip: str) -> None:

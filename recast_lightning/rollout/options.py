@@ -17,7 +17,7 @@ class RolloutOptions:
     Args:
         batch_size: images sampled at once.
         micro_batch_size: images in one training step; must divide the images of a rollout on each process.
-        timestep_fraction: share of the levels that each micro-batch trains at, drawn anew for each.
+        timestep_fraction: share of the levels, rounded down, that each image trains at; drawn for each image.
     """
 
     batch_size: int = 48

@@ -41,12 +41,12 @@ class RolloutBuffer:
 
 @dataclass(frozen=True)
 class TrainItem:
-    """What one training step sees: a micro-batch at one level.
+    """What one training step sees: a micro-batch, each image of it at one level.
 
     Attributes:
         latents: x_0, [B, C, H, W].
         noise: [B, C, H, W].
-        level: t in 1 … T.
+        levels: t of each image, in 1 … T, [B], on the CPU.
         texts: prompts, [B].
         optimality_probability: r in [0, 1], [B]; NaN rows do not train.
         place: where in the run it stands, for messages.
@@ -54,7 +54,7 @@ class TrainItem:
 
     latents: Tensor
     noise: Tensor
-    level: int
+    levels: Tensor
     texts: list[str]
     optimality_probability: Tensor
     place: str = ""
@@ -63,6 +63,10 @@ class TrainItem:
         """Move the tensors."""
         moved = {name: getattr(self, name).to(device) for name in ("latents", "noise", "optimality_probability")}
         return replace(self, **moved)
+
+    def where(self, row: int) -> str:
+        """Where in the run an image stands, for messages."""
+        return f"{self.place}, level {int(self.levels[row])}, prompt {self.texts[row]!r}"
 
 
 def plan_samples(

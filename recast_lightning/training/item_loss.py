@@ -30,9 +30,9 @@ class ItemLoss(NamedTuple):
 
 
 def item_loss(policy: Policy, objective: NFTLoss, item: TrainItem) -> ItemLoss:
-    """The objective of one micro-batch at one level; gradients flow to the `default` adapter."""
+    """The objective of one micro-batch, each image at its level; gradients flow to the `default` adapter."""
     x0, r = item.latents, item.optimality_probability
-    sigma = policy.sigmas[item.level].to(x0).expand(len(x0))
+    sigma = policy.sigmas[item.levels].to(x0)
     x_sigma, condition = noise_to(x0, item.noise, sigma), policy.encode_prompts(item.texts)
     with policy.adapter("old"):
         velocity_old = policy(x_sigma, sigma, condition)

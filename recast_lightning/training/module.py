@@ -18,7 +18,7 @@ from recast_lightning.checkpointing.restoring import restore
 from recast_lightning.checkpointing.run_state import KEY, RunState
 from recast_lightning.credit import CreditSchedule, Stage
 from recast_lightning.evaluation import Evaluation, EvaluationBatch, EvaluationMetrics, Evaluator
-from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule
+from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule, ema_decay
 from recast_lightning.policy import Policy
 from recast_lightning.ranges import check_ranges
 from recast_lightning.rewards import RewardModel
@@ -61,6 +61,8 @@ class RecastModule(L.LightningModule):
         optimizer: AdamW.
         old_policy: how the policy that samples follows the trained one.
         ema_decay: per optimizer step, of the adapter that is evaluated.
+        ema_warmup: let the decay grow to `ema_decay` over the first steps, as published; else it is that from the start,
+            and the evaluated adapter holds on to the base.
         on_nonfinite: what NaN or inf in samples, loss or gradient does: `stop` the run, or `skip` the image or step.
         seed: keys everything random in training.
     """
@@ -79,6 +81,7 @@ class RecastModule(L.LightningModule):
         optimizer: OptimizerOptions = OptimizerOptions(),
         old_policy: OldPolicySchedule = OldPolicySchedule(),
         ema_decay: float = 0.9,
+        ema_warmup: bool = True,
         on_nonfinite: OnNonfinite = "stop",
         seed: int = 0,
     ) -> None:
@@ -89,7 +92,7 @@ class RecastModule(L.LightningModule):
         check_ranges({"ema_decay": ema_decay, "seed": seed}, {"ema_decay": "[0, 1)", "seed": "[0, inf)"})
         self.policy, self.rewards, self.objective = policy, rewards, objective
         self.advantages, self.rollout, self.optimizer, self.old_policy = advantages, rollout, optimizer, old_policy
-        self.scoring_options, self.ema_decay, self.seed = scoring, ema_decay, seed
+        self.scoring_options, self.ema_decay, self.ema_warmup, self.seed = scoring, ema_decay, ema_warmup, seed
         self.context, self.interruption = RunContext(), Interruption()
         self.finite, self.skipping = FiniteCheck(on_nonfinite), False
         self.scoring = ScoringPool(rewards, scoring.num_workers, offload=scoring.offload)
@@ -128,7 +131,7 @@ class RecastModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Check the configuration once more, for runs that do not come through the command line."""
-        check_strategy(self.trainer)
+        check_strategy(self.trainer, self.policy)
         keep_adapters_in_float32(self.trainer, self.policy)
         self.validate_config(self.data, self.trainer.world_size)
         self.context = context_of(self, self.interruption)
@@ -180,7 +183,8 @@ class RecastModule(L.LightningModule):
         """Let the old policy follow, draw and score a rollout with it, and log it."""
         state, credit = self.run_state, self.credit.current(rollout, self.policy.sigmas)
         if rollout > state.synced_rollout:  # a saved counter, so a resumed epoch does not repeat it
-            self.policy.blend("old", "default", keep=self.old_policy.decay(rollout))
+            keep = self.old_policy.decay(steps=self.global_step, rollouts=rollout)
+            self.policy.blend("old", "default", keep)
             state.synced_rollout = rollout
         planned = self.data.rollout_prompts(rollout, self.seed)
         place = (self.context.rank, self.context.world_size)
@@ -204,9 +208,9 @@ class RecastModule(L.LightningModule):
     # Training ----------------------------------------------------------------------------------------------------
 
     def training_step(self, item: TrainItem, batch_idx: int) -> Tensor:
-        """The objective of one micro-batch at one level."""
+        """The objective of one micro-batch, each image at a level of its own."""
         loss, logged, checked = item_loss(self.policy, self.objective, item)
-        self.finite.note(item.place, item.texts, checked)
+        self.finite.note(item.where, checked)
         self.run_state.step_means.add(**logged)
         return loss
 
@@ -226,7 +230,8 @@ class RecastModule(L.LightningModule):
         if self.skipping:
             means = self.run_state.step_means.skip()
         else:
-            self.policy.blend("ema", "default", keep=self.ema_decay)
+            decay = ema_decay(self.global_step + 1, self.ema_decay) if self.ema_warmup else self.ema_decay
+            self.policy.blend("ema", "default", keep=decay)
             means = self.run_state.step_means.close(lambda tensor: self.context.reduce(tensor, "mean"))
         self._log_at_once({f"train/{name}": value for name, value in means.items()})
 

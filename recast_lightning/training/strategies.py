@@ -6,12 +6,20 @@ import re
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from recast_lightning.policy import Policy
 
+_DTYPES = {  # of frozen weights, by precision: two 16-bit types do not mix, and float16 needs what keeps gradients from 0
+    "32-true": (torch.float32, torch.bfloat16),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16-true": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+    "16-true": (torch.float32, torch.float16),
+}
 _SHARDED = (
     "take configs/strategy/fsdp.yaml, which shards with lightning.pytorch.strategies.ModelParallelStrategy (FSDP2), "
     "or ddp."
@@ -28,12 +36,13 @@ def check_strategy_name(name: str) -> None:
         raise ValueError(f"trainer.strategy {name!r} is not supported: {_SHARDED}")
 
 
-def check_strategy(trainer: L.Trainer) -> None:
-    """Refuse strategies, and settings of them, that cannot train a policy.
+def check_strategy(trainer: L.Trainer, policy: Policy) -> None:
+    """Refuse strategies, settings of them, and precisions that cannot train a policy.
 
     Raises:
         ValueError: saying what would be right.
     """
+    _check_precision(str(trainer.precision_plugin.precision), policy.dtype)
     strategy = trainer.strategy
     if isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy)):
         raise ValueError(f"trainer.strategy {type(strategy).__name__!r} is not supported: {_SHARDED}")
@@ -54,6 +63,17 @@ def check_strategy(trainer: L.Trainer) -> None:
         raise ValueError(
             "ModelParallelStrategy has save_distributed_checkpoint true, but a distributed checkpoint that holds only "
             "the adapters cannot be loaded: set it to false."
+        )
+
+
+def _check_precision(precision: str, dtype: torch.dtype) -> None:
+    if precision not in _DTYPES:
+        raise ValueError(f"trainer.precision is {precision!r}: policies train in {', '.join(_DTYPES)}.")
+    if dtype not in _DTYPES[precision]:
+        name, fitting = str(dtype).removeprefix("torch."), [p for p, dtypes in _DTYPES.items() if dtype in dtypes]
+        raise ValueError(
+            f"trainer.precision {precision!r} does not go with policy.dtype {name!r}: take precision "
+            f"{' or '.join(fitting)}, or dtype {' or '.join(str(d).removeprefix('torch.') for d in _DTYPES[precision])}."
         )
 
 

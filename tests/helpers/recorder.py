@@ -22,8 +22,9 @@ class Recorder(L.Callback):
         pl_module.collector.advantages = recording
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        rows = zip(batch.texts, batch.noise, batch.latents, batch.optimality_probability, strict=True)
-        self.items += [(trainer.current_epoch, batch.level, *row) for row in rows]
+        tensors = (batch.noise, batch.latents, batch.optimality_probability)
+        rows = zip(batch.levels.tolist(), batch.texts, *tensors, strict=True)
+        self.items += [(trainer.current_epoch, *row) for row in rows]
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, *args, **kwargs):
         done = 0 if trainer.sanity_checking else trainer.current_epoch + 1

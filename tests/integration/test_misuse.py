@@ -51,6 +51,11 @@ CASES = {
     "misspelt strategy": ({"trainer__strategy": "ddpp"}, "trainer.strategy is 'ddpp', which is unknown: did you mean ddp?"),
     "misspelt accelerator": ({"trainer__accelerator": "gpuu"}, "is 'gpuu', which is unknown: did you mean gpu?"),
     "misspelt precision": ({"trainer__precision": "bf17"}, "bf16-mixed"),
+    "two 16-bit types": (
+        {"trainer__precision": "bf16-mixed", POLICY + "dtype": "float16"},
+        "'bf16-mixed' does not go with policy.dtype 'float16': take precision 16-mixed or 16-true, or dtype float32 or",
+    ),
+    "float16 without a scaler": ({POLICY + "dtype": "float16"}, "'32-true' does not go with policy.dtype 'float16'"),
     "unknown credit": ({"model__stages__0__credit": "magic"}, "expected one of recast, static, unprojected, got 'magic'"),
     "unknown solver": ({POLICY + "solver": "ddim"}, "expected one of dpm2, euler, got 'ddim'"),
     "unknown dtype": ({POLICY + "dtype": "fp16"}, "expected one of float32, bfloat16, float16, got 'fp16'"),

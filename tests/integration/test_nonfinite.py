@@ -212,7 +212,7 @@ def step(module, optimizer):
     """One training step; the trained weights after it."""
     torch.manual_seed(3)
     shape = (2, *module.policy.latent_shape)
-    item = TrainItem(torch.randn(shape), torch.randn(shape), 2, TEXTS, torch.tensor([0.9, 0.2]))
+    item = TrainItem(torch.randn(shape), torch.randn(shape), torch.tensor([2, 2]), TEXTS, torch.tensor([0.9, 0.2]))
     optimizer.zero_grad()
     loss = module.training_step(item, 0)
     loss.backward()

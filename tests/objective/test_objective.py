@@ -60,6 +60,7 @@ def test_leaving_the_reference_costs_its_weight():
         (lambda: NFTLoss(beta=0.0), "objective.beta must be above 0, got 0"),
         (lambda: NFTLoss(kl_weight=-1.0), "objective.kl_weight must be at least 0, got -1"),
         (lambda: NFTLoss(advantage_clip=float("nan")), "objective.advantage_clip must be above 0, got nan"),
+        (lambda: OldPolicySchedule(count="epochs"), "old_policy.count must be 'steps' or 'rollouts', got 'epochs'"),
         (lambda: OldPolicySchedule(maximum=1.0), r"old_policy.maximum must be in \[0, 1\), got 1"),
         (lambda: Advantages(aggregation="mean"), "aggregation must be 'sum' or 'per_reward', got 'mean'"),
         (lambda: Advantages(std="all"), "advantages.std must be 'level' or 'group', got 'all'"),
@@ -306,6 +307,7 @@ def test_optimality_probability_clips_and_centres():
     assert optimality_probability(torch.tensor(torch.nan), 5.0).isnan()
 
 
-@pytest.mark.parametrize(("step", "decay"), [(0, 0.0), (75, 0.0), (76, 0.01), (85, 0.1), (1000, 0.5)])
-def test_old_policy_decay(step, decay):
-    assert OldPolicySchedule(rate=0.01, flat=75, maximum=0.5).decay(step) == pytest.approx(decay)
+@pytest.mark.parametrize(("rollouts", "decay"), [(0, 0.0), (75, 0.0), (76, 0.01), (85, 0.1), (1000, 0.5)])
+def test_the_old_policy_may_count_rollouts(rollouts, decay):
+    schedule = OldPolicySchedule(rate=0.01, flat=75, maximum=0.5, count="rollouts")
+    assert schedule.decay(steps=4 * rollouts, rollouts=rollouts) == pytest.approx(decay)

@@ -51,6 +51,26 @@ def test_first_adapter_weights_depend_on_the_seed_only():
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+def test_first_adapter_weights_do_not_depend_on_the_default_device():
+    """Which is a GPU under some strategies, whose numbers are others than the CPU's; here it is one without numbers."""
+    on_cpu = fresh()
+    with torch.device("meta"):
+        policy = fresh()
+    for name in ADAPTERS:
+        pairs = zip(on_cpu.adapter_parameters(name), policy.adapter_parameters(name), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.equal(on_cpu.sigmas, policy.sigmas)
+    assert {p.device.type for p in policy.parameters()} == {"cpu"}
+
+
+def test_the_vae_has_a_precision_of_its_own():
+    half, exact = fresh(dtype="bfloat16"), fresh()
+    latents = noise(half.latent_shape, [("test", 0)])
+    assert half.transformer.dtype == torch.bfloat16
+    assert torch.equal(half.decode(latents), exact.decode(latents))
+    assert not torch.equal(fresh(vae_dtype="bfloat16").decode(latents), exact.decode(latents))
+
+
 def test_the_reference_is_the_base_bitwise():
     policy = fresh()
     x, sigma, condition = batch(policy)

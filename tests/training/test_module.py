@@ -157,23 +157,67 @@ def test_a_sample_without_a_score_does_not_train(policy):
     module = RecastModule(policy, {"ocr": OCR(detect=False)}, [Stage("s", 1, {"ocr": 1.0})], loss)
     prompts = ['a sign with a blue star below the text "TO"', 'a sign with two red circles above the text "CAT"']
     latents, noise = torch.randn(2, *policy.latent_shape), torch.randn(2, *policy.latent_shape)
-    both = TrainItem(latents, noise, 2, prompts, torch.tensor([0.7, NAN]))
-    alone = TrainItem(latents[:1], noise[:1], 2, prompts[:1], torch.tensor([0.7]))
+    both = TrainItem(latents, noise, torch.tensor([2, 2]), prompts, torch.tensor([0.7, NAN]))
+    alone = TrainItem(latents[:1], noise[:1], torch.tensor([2]), prompts[:1], torch.tensor([0.7]))
     half, whole = module.training_step(both, 0), module.training_step(alone, 0)
     torch.testing.assert_close(2 * half, whole)  # the mean is over the micro-batch, whose other sample says nothing
 
 
-def test_a_micro_batch_trains_at_its_share_of_the_levels():
+def test_the_loss_of_a_micro_batch_is_the_mean_over_its_images_at_their_own_levels(policy):
+    module = RecastModule(policy, {"ocr": OCR(detect=False)}, [Stage("s", 1, {"ocr": 1.0})], NFTLoss(kl_weight=0.5))
+    prompts = ['a sign with a blue star below the text "TO"', 'a sign with two red circles above the text "CAT"']
+    latents, noise = torch.randn(2, *policy.latent_shape), torch.randn(2, *policy.latent_shape)
+    r = torch.tensor([0.7, 0.2])
+    both = TrainItem(latents, noise, torch.tensor([1, 2]), prompts, r)
+    single = [TrainItem(latents[i : i + 1], noise[i : i + 1], both.levels[i : i + 1], prompts[i : i + 1], r[i : i + 1])
+              for i in range(2)]  # fmt: skip
+    losses = [module.training_step(item, 0) for item in (both, *single)]
+    torch.testing.assert_close(losses[0], (losses[1] + losses[2]) / 2)
+
+
+def drawn_levels(size, num_levels, share, rollout, batch):
+    """Levels [turns, B] of one of the micro-batches of a rollout."""
+    items = TrainItems(RolloutOptions(micro_batch_size=size, timestep_fraction=share), num_levels, seed=0)
+    samples = [SampleId(i, i, 0) for i in range(size * (batch + 1))]
+    buffer = RolloutBuffer(
+        samples, torch.zeros(len(samples), 1), [""] * len(samples), torch.zeros(len(samples), num_levels)
+    )
+    turns = items.levels_per_image
+    return torch.stack([items.item(buffer, rollout, batch * turns + turn).levels for turn in range(turns)])
+
+
+@pytest.mark.parametrize(("size", "num_levels"), [(24, 10), (20, 10), (8, 25), (1, 5), (7, 3)])
+@pytest.mark.parametrize("share", [1.0, 0.99, 0.4])
+def test_images_train_at_levels_of_their_own_and_each_item_has_all_levels_about_equally(size, num_levels, share):
+    for batch in range(3):
+        levels = drawn_levels(size, num_levels, share, 0, batch)
+        assert len(levels) == max(1, int(share * num_levels))  # rounded down, as published
+        for image in levels.T:
+            assert len(image.unique()) == len(image)
+        for turn in levels:
+            count = turn.bincount(minlength=num_levels + 1)[1:]
+            assert count.max() - count.min() <= 1
+        spread = levels.flatten().bincount(minlength=num_levels + 1)[1:]
+        assert spread.max() - spread.min() <= 1 + (len(levels) - 1) * (size % num_levels > 0)
+
+
+def test_every_image_has_every_level_with_the_same_probability():
+    share = torch.zeros(8, 6)  # a mean over levels that are drawn so is the mean over all levels
+    for rollout in range(1500):
+        share.scatter_add_(1, drawn_levels(8, 6, 0.5, rollout, 0).T - 1, torch.full((8, 3), 1 / 1500))
+    assert (share - 0.5).abs().max() < 5 * (0.25 / 1500) ** 0.5
+
+
+def test_an_item_is_the_same_whenever_it_is_asked_for():
     items = TrainItems(RolloutOptions(micro_batch_size=3, timestep_fraction=0.5), num_levels=2, seed=0)
     assert items.count(6) == 2
     assert replace(items, options=RolloutOptions(micro_batch_size=3)).count(6) == 4
     buffer = RolloutBuffer(SAMPLES, torch.randn(6, 1, 2, 2), [str(s) for s in SAMPLES], torch.rand(6, 2))
-    drawn = [items.item(buffer, rollout, place) for rollout in range(8) for place in range(2)]
-    assert {item.level for item in drawn} == {1, 2}
-    second = drawn[1]
-    assert second.texts == buffer.texts[3:]
-    assert torch.equal(second.optimality_probability, buffer.optimality_probability[3:, second.level - 1])
-    assert second.place == f"Rollout 1, micro-batch 2, level {second.level}"
-    again = items.item(buffer, 0, 1)
-    assert torch.equal(again.noise, second.noise)
-    assert not torch.equal(drawn[3].noise, second.noise)
+    item, again, other = (items.item(buffer, rollout, 1) for rollout in (0, 0, 1))
+    assert item.texts == buffer.texts[3:]
+    rows = torch.arange(3)
+    assert torch.equal(item.optimality_probability, buffer.optimality_probability[3:][rows, item.levels - 1])
+    assert item.where(2) == f"Rollout 1, micro-batch 2, level {item.levels[2]}, prompt {buffer.texts[5]!r}"
+    assert torch.equal(again.noise, item.noise)
+    assert torch.equal(again.levels, item.levels)
+    assert not torch.equal(other.noise, item.noise)
