@@ -10,6 +10,7 @@ import lightning as L
 import torch
 
 from recast_lightning import report
+from recast_lightning.checkpointing.settings import describe
 from recast_lightning.credit import CreditMatrix, Profile, Stage
 from recast_lightning.credit.plan import check_order, make_plan
 from recast_lightning.profiling import ProfileOptions, Profiler
@@ -84,6 +85,10 @@ class RenyiProfilerCallback(L.Callback):
         )
         self.measured_at = -1  # the rollout before which W was last built
         self.drift_total: float | None = None  # ΣD of the check at that time
+
+    def settings(self) -> dict[str, Any]:
+        """What shapes W, for a resume to compare."""
+        return {"profiler": describe(self) | describe(self.options)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to know: when W was built, and from which ΣD drift counts."""

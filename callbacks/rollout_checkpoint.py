@@ -76,14 +76,14 @@ class RolloutCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             for part in self.folder.glob(".*.part"):
                 part.unlink()  # what a killed run was writing
-        if pl_module.resumed:
-            rank_zero_only(print)(f"Resumed {trainer.ckpt_path}: {pl_module.resumed}")
+        if pl_module.resumed.sentence:
+            rank_zero_only(print)(f"Resumed {trainer.ckpt_path}: {pl_module.resumed.sentence}")
         if self._counts is not None and trainer.is_global_zero and trainer.loggers:
             source, counts = Path(str(trainer.ckpt_path)).absolute().parents[1], self._counts
             run = self.folder.absolute().parent
-            rows = records.continue_records(
-                source, run, counts, counts["rollouts.jsonl"], pl_module.credit.credit_stage + 1
-            )
+            done, stage = counts["rollouts.jsonl"], pl_module.credit.credit_stage + 1
+            anew = pl_module.resumed.incomparable
+            rows = records.continue_records(source, run, counts, done, stage, anew=anew)
             for logger in trainer.loggers:
                 if isinstance(logger, CSVLogger) and Path(logger.log_dir).absolute() == run:
                     logger.experiment.metrics.extend(rows)

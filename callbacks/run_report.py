@@ -13,10 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from recast_lightning.checkpointing.settings import EVALUATION, MODEL, belongs_to, versions
 from recast_lightning.evaluation import Evaluation
 from recast_lightning.report import write_report
 from recast_lightning.rollout.processes import gather_values
 from recast_lightning.training import RecastModule
+from recast_lightning.training.run_settings import settings_of
 from recast_lightning.training.trainer import run_folder
 
 
@@ -62,6 +64,11 @@ class RunReport(L.Callback):
         stage = pl_module.credit.stage(trainer.current_epoch).name
         record = _summarise(rows, list(pl_module.rewards))
         record |= {"rollout": done, "stage": stage if done else "", "count": len(rows)}
+        settings = settings_of(pl_module)
+        record["settings"] = {
+            name: value for name, value in settings.items() if belongs_to(name, (*MODEL, *EVALUATION))
+        }
+        record["versions"] = versions()
         _append(folder / "evaluation.jsonl", record)
         _save_pictures(folder / "images" / f"rollout-{done:04d}", rows)
         texts = [p.text for p in pl_module.data.prompts["validation"][: self.num_images]]

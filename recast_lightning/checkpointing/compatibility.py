@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from recast_lightning.checkpointing.renamed import RENAMED
 from recast_lightning.checkpointing.run_state import FORMAT, KEY
+from recast_lightning.checkpointing.settings import COMPARED, EVALUATION, MODEL, WITHIN_ROLLOUT, belongs_to
 from recast_lightning.credit import CreditMatrix
 from recast_lightning.credit.stages import Stage
 from recast_lightning.errors import UserError
@@ -19,17 +19,7 @@ from recast_lightning.policy import Policy
 from recast_lightning.policy.pipeline_folder import PipelineFolder
 
 _PREFIX = "policy.transformer."
-MODEL = ("policy.base_fingerprint", "policy.num_steps", "policy.height", "policy.width", "policy.lora_alpha")
-WITHIN_ROLLOUT = (
-    "model.seed", "model.rollout.timestep_fraction", "data.train", "data.prompts_per_rollout",
-    "data.group_size", "trainer.accumulate_grad_batches", "micro_batch_size × processes",
-)  # fmt: skip
-FREE = (
-    "model.objective.beta", "model.objective.kl_weight", "model.objective.advantage_clip",
-    "model.advantages.std", "model.advantages.aggregation", "model.optimizer.learning_rate",
-    "model.optimizer.weight_decay", "model.optimizer.warmup_steps", "model.ema_decay", "model.old_policy.rate",
-    "model.old_policy.flat", "model.old_policy.maximum",
-)  # fmt: skip
+_ABSENT = "absent"
 
 
 def check_checkpoint(path: str, policy: Policy, *, training: bool) -> None:
@@ -95,51 +85,52 @@ def check_adapters(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], poli
         )
 
 
-def read_settings(owners: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a checkpoint keeps.
-
-    Args:
-        owners: first part of a setting's name → the object whose attributes the other parts are.
-        derived: settings that are no attribute.
-    """
-    settings = dict(derived)
-    for name in (*MODEL, *WITHIN_ROLLOUT, *FREE):
-        owner, *keys = name.split(".")
-        settings |= {} if name in derived else {name: reduce(getattr, keys, owners[owner])}
-    return settings
-
-
-def check_settings(state: Mapping[str, Any], ours: Mapping[str, Any], within_rollout: bool) -> list[str]:
+def check_settings(
+    state: Mapping[str, Any], ours: Mapping[str, Any], within_rollout: bool, accept_changes: bool = False
+) -> tuple[list[str], bool]:
     """Compare a checkpoint's settings with those of the run that resumes it.
 
     Args:
         state: what the checkpoint keeps.
         ours: settings of the run.
         within_rollout: whether the checkpoint was written in the middle of a rollout.
+        accept_changes: whether numbers before and after need not be comparable.
 
     Returns:
-        What differs and may: the run's values hold.
+        What differs and may: the run's values hold. Then whether evaluations before and after cannot be compared.
 
     Raises:
         UserError: naming the first setting that must not differ, or a format from a later version.
     """
-    if state.get("format", 1) > FORMAT:
+    form = state.get("format", 1)
+    if form > FORMAT:
         raise UserError(
-            f"The checkpoint has format {state['format']}, and this version of recast_lightning reads up to {FORMAT}: "
+            f"The checkpoint has format {form}, and this version of recast_lightning reads up to {FORMAT}: "
             "install the version that wrote it, or a later one."
         )
     theirs = {RENAMED.get(name, name): value for name, value in state["settings"].items()}
-    different = [name for name in ours if theirs.get(name) != ours[name]]
-    for name in different:
-        values = f"{name} is {theirs.get(name)!r} in the checkpoint and {ours[name]!r} in the configuration"
-        if name in MODEL:
+    names = [*ours, *(theirs.keys() - ours.keys())] if form == FORMAT else [name for name in ours if name in theirs]
+    changes, incomparable = [], False
+    for name in names:
+        before, now = (settings.get(name, _ABSENT) for settings in (theirs, ours))
+        if before == now:
+            continue
+        values = f"{name} is {before!r} in the checkpoint and {now!r} in the configuration"
+        if belongs_to(name, MODEL):
             raise UserError(f"{values}: that is another model, so give the checkpoint's value or start a new run.")
-        if name in WITHIN_ROLLOUT and within_rollout:
+        if belongs_to(name, COMPARED) and not accept_changes:
+            raise UserError(
+                f"{values}, so numbers before and after could not be compared: give the checkpoint's value, or add "
+                "--accept-changes, which starts the record of evaluations anew."
+            )
+        if belongs_to(name, WITHIN_ROLLOUT) and within_rollout:
             raise UserError(
                 f"{values}, and the checkpoint was written within a rollout, which cannot go on like that: give the "
                 "checkpoint's value, or resume from a rollout-<k>.ckpt."
             )
-    return [f"{name} {theirs.get(name)!r} → {ours[name]!r}" for name in different]
+        incomparable |= belongs_to(name, EVALUATION)
+        changes.append(f"{name} {before!r} → {now!r}")
+    return changes, incomparable
 
 
 def check_credit(credit: CreditMatrix, stage: Stage) -> None:

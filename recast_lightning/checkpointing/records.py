@@ -11,7 +11,8 @@ from typing import Any
 
 from recast_lightning.files import write_atomically
 
-LINES = ("evaluation.jsonl", "rollouts.jsonl")
+EVALUATIONS = "evaluation.jsonl"
+LINES = (EVALUATIONS, "rollouts.jsonl")
 METRICS = "metrics.csv"
 WANDB_RUN = "wandb_run_id"
 SET_ASIDE = "metrics.before-resume.csv"  # CSVLogger deletes the metrics.csv that it finds
@@ -52,7 +53,9 @@ def wandb_run(run: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def continue_records(source: Path, run: Path, counts: dict[str, int], rollout: int, stage: int) -> list[dict[str, Any]]:
+def continue_records(
+    source: Path, run: Path, counts: dict[str, int], rollout: int, stage: int, *, anew: bool = False
+) -> list[dict[str, Any]]:
     """Bring the records of `source` up to a checkpoint into `run` (which may be `source`), and drop what came after it.
 
     Args:
@@ -61,14 +64,23 @@ def continue_records(source: Path, run: Path, counts: dict[str, int], rollout: i
         counts: what `count_records` said at the checkpoint.
         rollout: how many rollouts were done then.
         stage: the stage that was under way, from 1.
+        anew: whether evaluations and their pictures end here, in `before-rollout-<k>/`: nothing to come compares with them.
 
     Returns:
         The rows of metrics.csv, for the logger to write again.
     """
-    for name in LINES:
+    if anew:
+        aside = run / f"before-rollout-{rollout + 1:04d}"
+        aside.mkdir(parents=True, exist_ok=True)
+        for path in (source / EVALUATIONS, source / "images"):
+            bring: Any = shutil.move if source == run else shutil.copytree if path.is_dir() else shutil.copy2
+            if path.exists():
+                bring(str(path), str(aside / path.name))
+    for name in LINES[anew:]:
         if (source / name).is_file():
             write_atomically(run / name, "".join(_lines(source / name)[: counts[name]]).encode())
-    for folder in (*source.glob("images/*"), *source.glob("stages/*")) if source != run else ():
+    folders = (*(() if anew else source.glob("images/*")), *source.glob("stages/*"))
+    for folder in folders if source != run else ():
         number = int(re.sub(r"\D.*", "", folder.name.removeprefix("rollout-")) or 0)
         if number <= (rollout if folder.parent.name == "images" else stage):
             copy = shutil.copytree if folder.is_dir() else shutil.copy2

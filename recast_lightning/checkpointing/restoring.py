@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ from recast_lightning.errors import UserError
 from recast_lightning.policy import Policy
 
 
+class Restored(NamedTuple):
+    """What a checkpoint brought.
+
+    Attributes:
+        sentence: for the console; empty if nothing was restored.
+        incomparable: whether evaluations before and after cannot be compared.
+    """
+
+    sentence: str = ""
+    incomparable: bool = False
+
+
 def restore(
     state: RunState,
     checkpoint: Mapping[str, Any],
@@ -21,7 +33,8 @@ def restore(
     own: Mapping[str, Tensor],
     policy: Policy,
     settings: Mapping[str, Any] | None,
-) -> str:
+    accept_changes: bool = False,
+) -> Restored:
     """Restore a run's counters and W; the configuration's values hold where they may differ.
 
     Args:
@@ -31,9 +44,7 @@ def restore(
         own: state of the module.
         policy: of the module.
         settings: of a run that goes on training; None where nothing is trained.
-
-    Returns:
-        What was restored, in a sentence.
+        accept_changes: whether numbers before and after need not be comparable.
 
     Raises:
         UserError: if the checkpoint does not belong to this model, rollout or stage.
@@ -43,14 +54,17 @@ def restore(
     taken = "state_dict" not in checkpoint  # ModelParallelStrategy has loaded what fits
     weights = (torch.load(path, weights_only=True) if taken else checkpoint)["state_dict"]
     check_adapters(own, weights, policy)
-    changes = []
+    changes: list[str] = []
+    incomparable = False
     if settings is not None:
-        changes = check_settings(checkpoint[KEY], settings, within_rollout=position(checkpoint)[0] > 0)
+        within = position(checkpoint)[0] > 0
+        changes, incomparable = check_settings(checkpoint[KEY], settings, within, accept_changes)
     state.load_state_dict(checkpoint[KEY])
     schedule = state.credit
     if settings is not None and schedule.credit is not None and schedule.credit_stage < len(schedule.stages):
         check_credit(schedule.credit, schedule.stages[schedule.credit_stage])
-    return describe(checkpoint, state, len(weights)) + "".join(f"; now {change}" for change in changes)
+    told = describe(checkpoint, state, len(weights)) + "".join(f"; now {change}" for change in changes)
+    return Restored(told + "; the record of evaluations starts anew" * incomparable, incomparable)
 
 
 def position(checkpoint: Mapping[str, Any]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from recast_lightning.credit import CreditSchedule
 from recast_lightning.rollout.step_means import StepMeans
 
 KEY = "recast"  # of a checkpoint
-FORMAT = 2  # 1 had flat settings
+FORMAT = 3  # 1 had flat settings, 2 fewer of them
 
 
 @dataclass

@@ -106,6 +106,17 @@ class RecastCLI(LightningCLI):
         parser.add_argument("-c", "--config", action="config", help="Path of a YAML file with any of the options.")
         return parser
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Give `fit` an option of its own."""
+        parser: LightningArgumentParser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.add_argument(
+                "--accept-changes",
+                action="store_true",
+                help="Resume with other rewards, prompts or evaluation settings; the record of evaluations starts anew.",
+            )
+        return parser
+
     def before_instantiate_classes(self) -> None:
         """`max_epochs` follows from the stages unless it is given; `--ckpt_path last` from the runs that are there."""
         config = self.config[self.subcommand] if self.subcommand else self.config
@@ -115,6 +126,7 @@ class RecastCLI(LightningCLI):
             if name in groups_of(RecastModule) and not isinstance(value, Namespace):
                 fail(f"model.{name}: expected a mapping of options, got {value!r}.")
         strategy = config.trainer.strategy
+        self.accept_changes = bool(config.get("accept_changes"))
         with configuring():
             check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path)
             check_trainer(config.trainer)
@@ -173,6 +185,7 @@ class RecastCLI(LightningCLI):
             check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
         if self.subcommand == "doctor":
             return
+        self.model.accept_changes = self.accept_changes
         check_strategy(self.trainer, self.model.policy)
         self.model.validate_config(self.datamodule, self.trainer.world_size)
         items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)

@@ -1,4 +1,4 @@
-"""The objective: advantages of weighted rewards, DiffusionNFT's loss, the schedules of old policy and EMA. Pure tensor code."""
+"""The objective: advantages, DiffusionNFT's loss, the schedules of old policy and EMA. Pure tensor code."""
 
 from recast_lightning.objective.advantages import (
     Advantages,

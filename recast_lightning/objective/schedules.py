@@ -34,8 +34,9 @@ class OldPolicySchedule:
 
 
 def ema_decay(step: int, largest: float) -> float:
-    """d of θ_ema ← d θ_ema + (1 − d) θ after an optimizer step, counted from 1: min((1 + step) / (10 + step), largest).
+    """The decay d of θ_ema ← d θ_ema + (1 − d) θ after an optimizer step: d = min((1 + step) / (10 + step), largest).
 
-    It is 0.18 after the first step, 0.55 after the tenth and 0.9 from the 80th on: the average soon forgets the base.
+    Steps count from 1. It is 0.18 after the first step, 0.55 after the tenth, and 0.9 from the 80th on: the average soon
+    forgets the base.
     """
     return min((1 + step) / (10 + step), largest)

@@ -47,9 +47,13 @@ class Change:
 def changes(evaluations: Sequence[dict[str, Any]]) -> list[Change]:
     """The change of every reward from the first evaluation to the last; empty if there are fewer than two.
 
+    Evaluations with other settings than the last one's (rewards, prompts, sampler) are left out.
+
     Args:
         evaluations: Lines of evaluation.jsonl, ordered by rollout.
     """
+    settings = evaluations[-1].get("settings") if evaluations else None
+    evaluations = [evaluation for evaluation in evaluations if evaluation.get("settings", settings) == settings]
     if len(evaluations) < 2:
         return []
     base, final = evaluations[0], evaluations[-1]
@@ -100,7 +104,8 @@ def summary_table(evaluations: Sequence[dict[str, Any]]) -> Table:
         evaluations: Lines of evaluation.jsonl, ordered by rollout.
     """
     table = Table("reward", title="Held-out prompts")
-    for heading in ("base", "final", "change ± s.e."):
+    start = "first" if evaluations and evaluations[0].get("rollout") else "base"
+    for heading in (start, "final", "change ± s.e."):
         table.add_column(heading, justify="right")
     moved = changes(evaluations)
     for change in moved:

@@ -12,9 +12,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from recast_lightning.checkpointing.compatibility import read_settings
 from recast_lightning.checkpointing.interruption import Interruption
-from recast_lightning.checkpointing.restoring import restore
+from recast_lightning.checkpointing.restoring import Restored, restore
 from recast_lightning.checkpointing.run_state import KEY, RunState
 from recast_lightning.credit import CreditSchedule, Stage
 from recast_lightning.evaluation import Evaluation, EvaluationBatch, EvaluationMetrics, Evaluator
@@ -44,6 +43,7 @@ from recast_lightning.training.context import context_of
 from recast_lightning.training.data import PromptDataModule
 from recast_lightning.training.item_loss import item_loss
 from recast_lightning.training.optimizer import OptimizerOptions
+from recast_lightning.training.run_settings import settings_of
 from recast_lightning.training.strategies import check_strategy, keep_adapters_in_float32, number_weights_by_place
 
 
@@ -65,6 +65,10 @@ class RecastModule(L.LightningModule):
             and the evaluated adapter holds on to the base.
         on_nonfinite: what NaN or inf in samples, loss or gradient does: `stop` the run, or `skip` the image or step.
         seed: keys everything random in training.
+
+    Attributes:
+        accept_changes: whether a resume may have other rewards, prompts or evaluation settings than its checkpoint.
+        resumed: what a checkpoint brought.
     """
 
     strict_loading = False  # checkpoints hold the adapters only
@@ -103,7 +107,7 @@ class RecastModule(L.LightningModule):
         self.evaluator, self.evaluation_metrics = Evaluator(policy, self.scoring), EvaluationMetrics(rewards)
         self.credit = CreditSchedule(stages, rewards)
         self.run_state = RunState(self.credit)
-        self.resumed = ""  # what a checkpoint brought, in a sentence
+        self.resumed, self.accept_changes = Restored(), False
 
     # Configuration -----------------------------------------------------------------------------------------------
 
@@ -272,17 +276,10 @@ class RecastModule(L.LightningModule):
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, Any]:
-        owners = {"model": self, "policy": self.policy, "trainer": self.trainer, "data": self.data}
-        together = self.rollout.micro_batch_size * self.trainer.world_size
-        return read_settings(
-            owners, {"data.train": self.data.sources["train"], "micro_batch_size × processes": together}
-        )
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep W, the counters and the settings; of the policy there are the adapters only, see `Policy`."""
         number_weights_by_place(checkpoint.get("optimizer_states", []), self)
-        checkpoint[KEY] = {**self.run_state.state_dict(), "settings": self._settings()}
+        checkpoint[KEY] = {**self.run_state.state_dict(), "settings": settings_of(self)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what was kept; the configuration's values hold where they may differ.
@@ -290,13 +287,14 @@ class RecastModule(L.LightningModule):
         Raises:
             UserError: if the checkpoint does not belong to this model, rollout or stage.
         """
-        settings = self._settings() if self.trainer.state.fn == "fit" else None
-        if settings is not None:
+        settings, path = None, str(self.trainer.ckpt_path)
+        if self.trainer.state.fn == "fit":
+            settings = settings_of(self)
             self.trainer.num_sanity_val_steps = 0  # it evaluates the base, and this is no longer the base
-        path = str(self.trainer.ckpt_path)
-        self.resumed = restore(self.run_state, checkpoint, path, self.state_dict(), self.policy, settings)
+        mine = (self.state_dict(), self.policy, settings, self.accept_changes)
+        self.resumed = restore(self.run_state, checkpoint, path, *mine)
 
     def on_train_start(self) -> None:
         """The configuration's learning rate holds over a checkpoint's."""
-        if self.resumed:
+        if self.resumed.sentence:
             self.optimizer.apply_to(self.trainer)

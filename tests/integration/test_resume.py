@@ -188,6 +188,16 @@ CONFLICTS = {
     "another number of steps": ({"model__policy__init_args__num_steps": 2}, "was trained at 3 levels, but num_steps is 2"),
     "another scale": ({"model__policy__init_args__lora_alpha": 8}, "policy.lora_alpha is 32"),
     "another rank": ({"model__policy__init_args__lora_rank": 8}, "has adapters of rank 4, but lora_rank is 8"),
+    "another reward": (
+        {"model__rewards__hpsv2__init_args": {"model": "signboard:clip"}},
+        "rewards.hpsv2.model is 'signboard:hpsv2' in the checkpoint and 'signboard:clip' in the configuration",
+    ),
+    "other evaluation prompts": ({"data__validation": "signboard:test:3"}, "evaluation prompts is '"),
+    "other training prompts": ({"data__train": "signboard:test:12"}, "training prompts is '12 ("),
+    "another solver": ({"model__policy__init_args__solver": "euler"}, "policy.solver is 'dpm2' in the checkpoint"),
+    "other text tokens": (
+        {"model__policy__init_args__max_sequence_length": 4}, "policy.max_sequence_length is 0 in the checkpoint and 4",
+    ),
     "another group within a rollout": ({"data__group_size": 4}, "data.group_size is 2 in the checkpoint and 4"),
     "another seed within a rollout": ({"model__seed": 9}, "model.seed is 0 in the checkpoint and 9"),
     "other budgets within a stage": ({"model__stages__0__budgets": {"clip": 3, "hpsv2": 1}}, "clip 3, hpsv2 1"),
@@ -212,6 +222,24 @@ def test_a_checkpoint_that_does_not_belong_is_refused(within, tmp_path, capsys, 
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("recast: error: ")
     assert expected in error
+
+
+def test_accepted_changes_start_the_record_of_evaluations_anew(straight, tmp_path, capsys):
+    checkpoint = straight / "checkpoints/rollout-0001.ckpt"
+    changes = {**SMALL, "data__validation": "signboard:test:3", "trainer__gradient_clip_val": 0.5}
+    run = fit(tmp_path, "--ckpt_path", str(checkpoint), "--accept-changes", "--trainer.max_epochs", "2", **changes)
+    printed = capsys.readouterr().out
+    assert "now trainer.gradient_clip_val 1.0 → 0.5" in printed
+    assert "; the record of evaluations starts anew" in printed
+    (line,) = map(json.loads, (run / "evaluation.jsonl").read_text().splitlines())
+    assert line["rollout"] == 2
+    assert line["settings"]["evaluation prompts"].startswith("3 (")
+    assert line["settings"]["rewards.clip.model"] == "signboard:clip"
+    assert line["versions"]["torch"] == torch.__version__
+    before = [json.loads(text) for text in (run / "before-rollout-0002/evaluation.jsonl").read_text().splitlines()]
+    assert [line["rollout"] for line in before[:2]] == [0, 1]
+    assert not (run / "images/rollout-0000").exists()
+    assert (run / "before-rollout-0002/images/rollout-0000").is_dir()
 
 
 def test_the_configuration_s_learning_rate_holds_over_the_checkpoint_s(within, tmp_path, capsys):

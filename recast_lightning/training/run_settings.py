@@ -1,0 +1,41 @@
+"""All that shapes the numbers of a run, for checkpoints and for the record of its evaluations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from recast_lightning.checkpointing.settings import describe, prompts_by_content, read_settings, versions
+
+if TYPE_CHECKING:
+    from recast_lightning.training.module import RecastModule
+
+
+@runtime_checkable
+class ShapesNumbers(Protocol):
+    """A callback that shapes a run's numbers."""
+
+    def settings(self) -> dict[str, Any]:
+        """Section → settings."""
+
+
+def settings_of(module: RecastModule) -> dict[str, Any]:
+    """Settings by the configuration's names, of a module that is attached to a Trainer and whose policy is loaded."""
+    trainer, data, policy = module.trainer, module.data, module.policy
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    derived = {
+        "rewards": {name: describe(reward) for name, reward in module.rewards.items()},
+        "stages": {stage.name: describe(stage) for stage in module.credit.stages},
+        "training prompts": prompts_by_content(data.prompts["train"]),
+        "evaluation prompts": prompts_by_content(data.prompts["validation"]),
+        "data.train": data.sources["train"],
+        "data.validation": data.sources["validation"],
+        "model.on_nonfinite": module.finite.action,
+        "model.scoring.failure_share": module.scoring_options.failure_share,
+        "policy.max_sequence_length": policy.family.max_sequence_length,
+        "policy.guidance": policy.family.guidance,
+        "micro_batch_size × processes": module.rollout.micro_batch_size * trainer.world_size,
+        "versions": versions(),
+    }
+    for callback in callbacks:
+        derived |= callback.settings() if isinstance(callback, ShapesNumbers) else {}
+    return read_settings({"model": module, "policy": policy, "trainer": trainer, "data": data}, derived)
