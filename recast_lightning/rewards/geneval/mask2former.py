@@ -65,6 +65,7 @@ class Mask2FormerDetector(Detector):
 
     classes = COCO_CLASSES
     colors = COLORS
+    most = _MOST_PER_IMAGE
     licence = "OpenMMLab's file: Apache-2.0; facebook's weights: CC-BY-NC-4.0; CLIP: not verified"
 
     def __init__(
