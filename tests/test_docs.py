@@ -1,4 +1,4 @@
-"""The documentation's links lead somewhere, its tables match the code, and its example runs."""
+"""The documentation's links lead somewhere, its tables match the code, and its example scores."""
 
 import importlib
 import inspect
@@ -17,7 +17,6 @@ from recast_lightning.callbacks import (
     RolloutCheckpoint,
     RunReport,
 )
-from recast_lightning.cli import main
 from recast_lightning.credit import Stage
 from recast_lightning.objective import Advantages, NFTLoss, OldPolicySchedule
 from recast_lightning.policy import Policy
@@ -118,18 +117,3 @@ def test_the_example_reward_scores(example):
     assert example.JpegSize(quality=10)(images[1:2], [Prompt("a sign")]) > scores[1]
     with pytest.raises(ValueError, match="quality is 0"):
         example.JpegSize(quality=0)
-
-
-@pytest.mark.parametrize("holding", ["my_rewards.JpegSize"])
-def test_overlays_on_the_page_are_accepted(example, holding, tmp_path, capsys):
-    overlay = blocks(CONFIGURATION, "yaml", holding)
-    base = ROOT / re.match(r"# Overlay for (\S+\.yaml)", overlay)[1]
-    (tmp_path / "overlay.yaml").write_text(overlay, encoding="utf-8")
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", "-c", str(base), "-c", str(tmp_path / "overlay.yaml"), "--print_config"])
-    printed = capsys.readouterr()
-    assert stop.value.code == 0, printed.err
-    given, resolved = (yaml.safe_load(text)["model"] for text in (overlay, printed.out))
-    assert list(given["rewards"]) == list(resolved["rewards"])
-    for stage, accepted in zip(given["stages"], resolved["stages"], strict=True):
-        assert stage["budgets"] == accepted["budgets"]

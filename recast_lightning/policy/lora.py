@@ -76,7 +76,10 @@ class Adapters:
             p.lerp_(q, 1 - keep)
 
     def save(self, folder: Path, name: Adapter, pipeline_class: Any, write: bool) -> None:
-        """Write `pytorch_lora_weights.safetensors` that `load_lora_weights` of the pipeline reads, scale included.
+        """Write `pytorch_lora_weights.safetensors` that `load_lora_weights` of the pipeline reads.
+
+        The scale α/r is folded into `lora_B` (exact for a power of two, else rounded to float32) and the header says α = r,
+        so that loaders that do not read the header see the same adapter.
 
         Args:
             folder: where to.
@@ -91,11 +94,14 @@ class Adapters:
         if not write:
             return
         weights = get_peft_model_state_dict(self.transformer, state_dict=lora, adapter_name=name)
-        config = self.transformer.peft_config[name].to_dict()
-        metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
+        config = self.transformer.peft_config[name]
+        scale = config.lora_alpha / config.r
+        folded = {k: v * scale if ".lora_B." in k else v.contiguous() for k, v in weights.items()}
+        options = config.to_dict() | {"lora_alpha": config.r}
+        metadata = {k: sorted(v) if isinstance(v, set) else v for k, v in options.items()}
         pipeline_class.save_lora_weights(
             folder,
-            transformer_lora_layers={k: v.contiguous() for k, v in weights.items()},
+            transformer_lora_layers=folded,
             transformer_lora_adapter_metadata=metadata,
         )
 

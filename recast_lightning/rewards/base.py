@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from recast_lightning.errors import UserError
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.ranges import check_ranges
 
 _log = logging.getLogger(__name__)
+_ROUNDING = 1e-3  # by which arithmetic may leave a range, relative to a bound above 1
 
 _HOW_TO_SUPPLY = {
     "ocr": 'read the prompts with ocr=True, or give the text to be drawn under the key "ocr" of a .jsonl file',
@@ -41,7 +43,7 @@ class RewardModel(nn.Module, ABC):
         name: The name under which configurations and logs know this reward.
         needs: The metadata keys that every prompt must carry.
         differentiable: Whether :meth:`score` passes gradients back to the images.
-        score_range: The smallest and the largest score possible.
+        score_range: The smallest and the largest score possible; one outside is an error.
         failed: How many images could not be scored so far.
         offloaded: Whether the weights go back to the CPU after each batch.
         version: Of the checkpoint that scores are comparable within.
@@ -70,7 +72,10 @@ class RewardModel(nn.Module, ABC):
 
     @abstractmethod
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """Score images [B, 3, H, W] (float32 in [0, 1]) against their prompts; returns [B], NaN where that fails."""
+        """Score images [B, 3, H, W] (float32 in [0, 1]) against their prompts; returns [B], NaN where that fails.
+
+        :meth:`forward` also takes a list or an array of numbers.
+        """
 
     def positive(self, scores: Tensor) -> Tensor:
         """Scores as weights of the positive policy, which must not be negative; a profile measures these.
@@ -131,6 +136,7 @@ class RewardModel(nn.Module, ABC):
         Raises:
             ValueError: If shape, number, type or range of the input is wrong, or a prompt lacks metadata that is
                 needed.
+            UserError: If :meth:`score` returned something else than one number an image, or one outside `score_range`.
         """
         images = _as_unit_float(images if isinstance(images, Tensor) else _stacked(images))
         if len(prompts) != len(images):
@@ -149,15 +155,39 @@ class RewardModel(nn.Module, ABC):
         finally:
             if self.offloaded:
                 self.offload()
-        if scores.shape != (len(images),):
-            raise RuntimeError(
-                f"{type(self).__name__}.score returned shape {list(scores.shape)} for {len(images)} images."
-            )
-        scores = torch.where(broken, torch.nan, scores.to(broken.device, torch.float32)).cpu()
+        scores = torch.where(broken.cpu(), torch.nan, self._as_scores(scores, len(images)))
         scores[scores.isinf()] = torch.nan
-        failed = int(scores.isnan().sum())
-        self.failed += failed
+        scores = self._within_range(scores)
+        self.failed += int(scores.isnan().sum())
         return scores
+
+    def _as_scores(self, returned: Any, count: int) -> Tensor:
+        """What `score` returned (a tensor, an array or a list of numbers) as float32 [count] on the CPU."""
+        try:
+            scores = torch.as_tensor(returned)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{type(self).__name__}.score returned {returned!r:.80}: expected a number for each of {count} images, and "
+                "NaN for one that could not be scored."
+            ) from error
+        if scores.shape != (count,) or scores.is_complex():
+            raise UserError(
+                f"{type(self).__name__}.score returned shape {list(scores.shape)} and type {scores.dtype} for {count} "
+                f"images: expected [{count}] and real numbers."
+            )
+        return scores.to("cpu", torch.float32)
+
+    def _within_range(self, scores: Tensor) -> Tensor:
+        """The scores, with what rounding took out of the range brought back to its end."""
+        low, high = self.score_range
+        inside = scores.clamp(low, high)
+        far = (scores - inside).abs() > _ROUNDING * inside.abs().clamp(min=1)
+        if far.any():
+            raise UserError(
+                f"{type(self).__name__}.score returned {scores[far][0]:g}, outside of {self.name}'s score_range "
+                f"[{low:g}, {high:g}]: give the range that its scores have."
+            )
+        return inside
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Check that every prompt carries the metadata that this reward needs.

@@ -29,6 +29,13 @@ def shortest_side_crop(images: Tensor, size: int) -> Tensor:
     return images[..., top : top + size, left : left + size]
 
 
+def fit_image(images: Tensor, size: int) -> Tensor:
+    """As :func:`shortest_side_crop`, but the middle is torchvision's: an odd remainder is halved and rounded to even."""
+    images = scale_shorter_side(images, size)
+    top, left = (round((side - size) / 2) for side in images.shape[-2:])
+    return images[..., top : top + size, left : left + size]
+
+
 def longest_side_pad(images: Tensor, size: int) -> Tensor:
     """Scale the longer side to `size` (bicubic) and centre it on black: [B, 3, H, W] -> [B, 3, size, size]."""
     height, width = images.shape[-2:]

@@ -43,6 +43,7 @@ def export_clip(work: Path, out: Path, name: str) -> None:
     folder, clip = out / name, load_trained_clip(work, name)
     clip.logit_scale.data.fill_(math.log(26 if name == "pickscore" else 100))
     clip.half().save_pretrained(folder)
+    _load_as_float32(folder)
     build_tokenizer().save_pretrained(folder)
     size = {"height": SIZE, "width": SIZE}
     CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=size).save_pretrained(folder)
@@ -69,3 +70,11 @@ def export_pipeline(out: Path, modules: nn.ModuleDict, vae: AutoencoderKL, shift
         **dict(modules.items()),
     )
     pipeline.to(torch.float16).save_pretrained(out / "base")
+    for part in ("text_encoder", "text_encoder_2"):
+        _load_as_float32(out / "base" / part)
+
+
+def _load_as_float32(folder: Path) -> None:
+    """Have transformers load what is stored as float16 as float32, as diffusers does with its own models."""
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))

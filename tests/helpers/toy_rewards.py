@@ -1,5 +1,6 @@
 """Rewards for tests of the workers; a spawned process must be able to import them."""
 
+import math
 import os
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ class Whereabouts(RewardModel):
 
     name = "whereabouts"
     workers = "processes"
+    score_range = (0.0, math.inf)
 
     def _load(self):
         return os.getpid()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import load_file
 
 from recast_lightning.paths import EMBEDDED
 from recast_lightning.policy import ADAPTERS, Policy
@@ -120,8 +121,11 @@ def test_blend_is_the_decay_of_the_design():
         torch.testing.assert_close(now, 0.25 * before + 0.75 * target)
 
 
-def test_saved_lora_gives_the_same_velocity_in_diffusers(tmp_path):
-    policy = fresh(lora_alpha=6)
+@pytest.mark.parametrize("header", [True, False], ids=["with header", "without"])
+@pytest.mark.parametrize("alpha", [4, 6])
+def test_saved_lora_gives_the_same_velocity_in_diffusers(alpha, header, tmp_path):
+    """α is not in the header alone: many loaders run what has no α beside its weights at scale 1."""
+    policy = fresh(lora_alpha=alpha)
     perturb(policy, "ema")
     x, sigma, condition = batch(policy)
     with policy.adapter("ema"):
@@ -130,10 +134,12 @@ def test_saved_lora_gives_the_same_velocity_in_diffusers(tmp_path):
     pipeline = StableDiffusion3Pipeline.from_pretrained(
         EMBEDDED / "base", text_encoder_3=None, tokenizer_3=None, dtype=torch.float32
     )
-    pipeline.load_lora_weights(tmp_path)
+    pipeline.load_lora_weights(tmp_path if header else load_file(tmp_path / "pytorch_lora_weights.safetensors"))
     actual = pipeline.transformer(
         x, condition.tensors["embeddings"], condition.tensors["pooled"], 1000 * sigma, return_dict=False
     )[0]
+    if alpha == 4:  # a scale of 2, a power of two
+        assert torch.equal(actual, expected)
     torch.testing.assert_close(actual, expected)
 
 

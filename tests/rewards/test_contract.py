@@ -2,12 +2,14 @@
 
 import copy
 import logging
+import math
 import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_blip, tiny_clip, tiny_qwen2vl
@@ -15,6 +17,7 @@ from helpers.pictures import sign
 from PIL import Image
 from torch import nn
 
+from recast_lightning.errors import UserError
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import (
     OCR,
@@ -256,8 +259,42 @@ def test_infinite_scores_become_nan_and_are_counted():
 def test_a_bug_in_scoring_is_not_swallowed():
     with pytest.raises(ZeroDivisionError):
         Scripted(lambda images: 1 / 0)(IMAGES, PROMPTS)
-    with pytest.raises(RuntimeError, match=r"Scripted\.score returned shape \[4, 1\] for 4 images"):
-        Scripted(lambda images: torch.zeros(4, 1))(IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [0, 0.5, math.nan, True],
+        np.array([0, 0.5, np.nan, 1]),
+        torch.tensor([0, 0.5, torch.nan, 1], dtype=torch.float64),
+        [torch.tensor(0), torch.tensor(0.5), torch.tensor(torch.nan), torch.tensor(1 + 1e-6)],
+    ],
+    ids=lambda r: type(r).__name__,
+)
+def test_numbers_of_any_kind_are_taken(returned):
+    scores = Scripted(lambda images: returned)(IMAGES, PROMPTS)
+    assert scores.dtype == torch.float32
+    assert scores.nan_to_num(-1).tolist() == [0, 0.5, -1, 1]
+    assert Scripted(lambda images: images[:, 0, 0, 0] > 2)(IMAGES, PROMPTS).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.zeros(4, 1), r"Scripted\.score returned shape \[4, 1\] .* for 4 images: expected \[4\]"),
+        ([0.5] * 3, r"returned shape \[3\] and type torch.float32 for 4 images"),
+        (0.5, r"returned shape \[\] "),
+        (torch.zeros(4, dtype=torch.complex64), "type torch.complex64 for 4 images: .* real numbers"),
+        ([0.5, None, 1, 1], r"returned \[0.5, None, 1, 1\]: expected a number for each of 4 images, and NaN for one"),
+        (["a"] * 4, "expected a number for each of 4 images"),
+        (None, "returned None: expected a number"),
+        ([0, 1.5, 0.5, 2], r"Scripted.score returned 1.5, outside of scripted's score_range \[0, 1\]: give the range"),
+        ([0, 1, math.nan, -0.01], r"returned -0.01, outside"),
+    ],
+)
+def test_what_is_no_score_is_named(returned, message):
+    with pytest.raises(UserError, match=message):
+        Scripted(lambda images: returned)(IMAGES, PROMPTS)
 
 
 def test_signboard_names_resolve_to_the_package():

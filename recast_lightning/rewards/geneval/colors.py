@@ -10,6 +10,7 @@ from recast_lightning.prompts.geneval_names import COLORS
 from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.clip.backbone import ClipBackbone, shared_clip
 from recast_lightning.rewards.geneval.detection import Box
+from recast_lightning.rewards.preprocessing import fit_image
 
 _TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 _GREY = 153 / 255  # what stands around the object
@@ -55,7 +56,7 @@ class ColorNamer:
         return [COLORS[i] for i in cosines.argmax(1).tolist()] if cosines.isfinite().all() else None
 
     def _cut_out(self, image: Tensor, mask: Tensor, box: Box) -> Tensor:
-        """The object on grey, cut to its box and brought to CLIP's size: [1, 3, size, size]."""
+        """The object on grey, cut to its box and brought to CLIP's size as GenEval does: [1, 3, size, size]."""
         left, top, right, bottom = (round(side) for side in box)
         window = (slice(top, bottom), slice(left, right))
         crop = torch.where(mask[window], image[:, window[0], window[1]], _GREY)
@@ -63,7 +64,7 @@ class ColorNamer:
         for axis in (-2, -1):
             surplus = max(0, crop.shape[axis] - longest)
             crop = crop.narrow(axis, surplus // 2, crop.shape[axis] - surplus)
-        return self.clip.fit(crop[None], self.clip.image_size)
+        return fit_image(crop[None], self.clip.image_size)
 
     def _embed_colors(self, label: str) -> Tensor:
         """Unit-length embeddings [len(COLORS), D] of the colours of a class."""

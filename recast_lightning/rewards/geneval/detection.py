@@ -57,6 +57,7 @@ class Detector(nn.Module, ABC):
         counting_threshold: The same where the number of objects is what is asked for.
         classes: The classes it can find; empty if it does not say.
         colors: The colours it can tell; empty if it does not say.
+        most: The most objects that it finds in an image; 0 if there is no limit.
         version: Of the weights that scores are comparable within; empty where there are none.
         licence: Of these weights.
     """
@@ -65,6 +66,7 @@ class Detector(nn.Module, ABC):
     counting_threshold: float = 0.9
     classes: tuple[str, ...] = ()
     colors: tuple[str, ...] = ()
+    most: int = 0
     version: str = ""
     licence: str = ""
 

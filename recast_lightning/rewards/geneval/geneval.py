@@ -12,10 +12,11 @@ from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import PositiveMap, RewardModel, check_choice
 from recast_lightning.rewards.geneval.detection import Box, Detection, Detector, Failure, Found, Hint
 
-Mode = Literal["partial", "strict", "official", "upstream_partial"]
+Mode = Literal["partial", "strict", "exact", "official", "upstream_partial"]
 _POSITION_THRESHOLD = 0.1
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _RELATIONS = ("left of", "right of", "above", "below")
+_KEYS = {"include": ("class", "count", "color", "position"), "exclude": ("class", "count")}
 _MOST_PER_CLASS = 16
 
 
@@ -25,9 +26,11 @@ class GenEval(RewardModel):
     Args:
         detector: Finds objects and, where prompts ask for it, their colours.
         mode: ``partial`` gives credit for each fact of the prompt that holds, in [0, 1]. ``strict`` is 1 if number,
-            colours and places are exactly right. ``official`` is GenEval's own benchmark, which tolerates surplus
-            objects. ``upstream_partial`` is the training reward of DiffusionNFT and Flow-GRPO, which falls below 0 for
-            surplus objects.
+            colours and places of all that ``include`` names are exactly right; like the published reward server, it does
+            not look at ``exclude``. ``exact`` is 1 if, besides, nothing is there that ``exclude`` names. ``official`` is
+            GenEval's own benchmark, which tolerates surplus objects. ``upstream_partial`` is the rule of the training
+            reward of DiffusionNFT and Flow-GRPO, which falls below 0 for surplus objects; the rule alone, for their
+            detector got red and blue swapped.
         threshold: Objects must be more certain than this. None: the detector's choice.
         counting_threshold: The same for prompts with the tag ``counting``.
         positive_map: What makes a profile of ``upstream_partial`` possible, see :meth:`RewardModel.positive`.
@@ -73,17 +76,21 @@ class GenEval(RewardModel):
         for prompt in prompts:
             try:
                 check_metadata(prompt.metadata)
-                self._check_known(prompt.metadata["include"])
+                self._check_known(prompt.metadata)
             except ValueError as error:
                 raise ValueError(f"The metadata of the prompt {prompt.text!r} is not GenEval's: {error}") from error
 
-    def _check_known(self, include: Sequence[dict[str, Any]]) -> None:
+    def _check_known(self, metadata: dict[str, Any]) -> None:
         """Raises ValueError if the detector can never find what is asked for."""
-        for i, item in enumerate(include):
+        asked, most, who = sum(item["count"] for item in metadata["include"]), self.detector.most, type(self.detector)
+        if most and asked > most:
+            raise ValueError(f"it asks for {asked} objects, and {who.__name__} finds at most {most}.")
+        items = [(f"{key}[{i}]", item) for key in _KEYS for i, item in enumerate(metadata.get(key, []))]
+        for where, item in items:
             for key, known in (("class", self.detector.classes), ("color", self.detector.colors)):
                 if known and key in item and item[key] not in known:
                     raise ValueError(
-                        f"include[{i}] has the {key} {item[key]!r}, which {type(self.detector).__name__} does not know: "
+                        f"{where} has the {key} {item[key]!r}, which {who.__name__} does not know: "
                         f"expected one of {', '.join(known)}."
                     )
 
@@ -165,7 +172,7 @@ def geneval_score(detections: Sequence[Detection], metadata: dict[str, Any], mod
 
     if mode == "partial":
         return sum(credits) / len(credits)
-    surplus = mode == "official" and any(
+    surplus = mode in ("exact", "official") and any(
         len(objects.get(item["class"], [])) >= item["count"] for item in metadata.get("exclude", [])
     )
     return float(min(credits) == 1 and not surplus)
@@ -235,8 +242,15 @@ def check_metadata(metadata: dict[str, Any]) -> None:
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             raise ValueError(f"{key} is {items!r}: expected a list of objects.")
         for i, item in enumerate(items):
+            if unknown := next((name for name in item if name not in _KEYS[key]), None):
+                raise ValueError(f"{key}[{i}] has the key {unknown!r}: expected {', '.join(_KEYS[key])}.")
             if not isinstance(item.get("class"), str) or type(item.get("count")) is not int or item["count"] < 1:
                 raise ValueError(f'{key}[{i}] is {item}: expected a "class" and a "count" of at least 1.')
+            if item["count"] + (key == "include") > _MOST_PER_CLASS:  # of those included, one too many must be seen
+                raise ValueError(
+                    f"{key}[{i}] has the count {item['count']}, and GenEval looks at {_MOST_PER_CLASS} objects of a class: "
+                    f"ask for at most {_MOST_PER_CLASS - 1}."
+                )
             if not isinstance(item.get("color", ""), str):
                 raise ValueError(f"{key}[{i}] has the color {item['color']!r}: expected a name.")
             if "position" in item and not _is_position(item["position"], i):

@@ -1,7 +1,8 @@
 """GenEval's detector: Mask2Former on the 80 things of COCO, and CLIP for colours.
 
 Sources: Cheng et al. 2022 (arXiv 2112.01527); Ghosh et al. 2023 (arXiv 2310.11513). Scaling and boxes are those of
-OpenMMLab's test pipeline, on which GenEval's thresholds rest, and not those of transformers' image processor.
+OpenMMLab's test pipeline (mmdet 2.x), on which GenEval's thresholds rest, and not those of transformers' image processor.
+Padding is that of whoever trained the weights: OpenMMLab pads with grey before it normalises, Meta with 0 after it.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from recast_lightning.rewards.geneval.mask2former_weights import load_mask2forme
 _MEAN = (123.675, 116.28, 103.53)  # of ImageNet, RGB in 0...255
 _STD = (58.395, 57.12, 57.375)
 _DIVISOR = 32
+_GREY = 128  # with which OpenMMLab pads before it normalises
 _MOST_PER_IMAGE = 100
 _MOST_PER_CLASS = 16  # GenEval looks at no more
 _MANY = 16  # images of one call without a single mask: not the images are empty, the detector is broken
@@ -65,6 +67,7 @@ class Mask2FormerDetector(Detector):
 
     classes = COCO_CLASSES
     colors = COLORS
+    most = _MOST_PER_IMAGE
     licence = "OpenMMLab's file: Apache-2.0; facebook's weights: CC-BY-NC-4.0; CLIP: not verified"
 
     def __init__(
@@ -145,11 +148,12 @@ class Mask2FormerDetector(Detector):
         """
         network, _ = self._load(images.device)
         hints = hints or [Hint(0.0, frozenset(COCO_CLASSES))] * len(images)
+        openmmlab = Path(resolve(self.model, "Mask2Former")).is_file()
         found: list[Found] = []
         empty = True
         for start in range(0, len(images), self.batch_size):
             chunk = images[start : start + self.batch_size]
-            pixels, inner = preprocess(chunk, self.short_side, self.long_side)
+            pixels, inner = preprocess(chunk, self.short_side, self.long_side, openmmlab)
             output = network(pixel_values=pixels)
             classes, masks = output.class_queries_logits, output.masks_queries_logits
             empty &= not (masks > 0).any()
@@ -189,8 +193,16 @@ class Mask2FormerDetector(Detector):
 _BLANK = f"Mask2Former marks no pixel in any of {_MANY} images or more: its weights must be broken"
 
 
-def preprocess(images: Tensor, short_side: int, long_side: int) -> tuple[Tensor, tuple[int, int]]:
+def preprocess(
+    images: Tensor, short_side: int, long_side: int, openmmlab: bool = False
+) -> tuple[Tensor, tuple[int, int]]:
     """Scale images [B, 3, H, W] in [0, 1] (bilinear, without smoothing), normalise, and pad right and below.
+
+    Args:
+        images: [B, 3, H, W].
+        short_side: Of the scaled images, in pixels,
+        long_side: but no more than this.
+        openmmlab: Pad with grey before normalising, and not with 0 after it.
 
     Returns:
         Pixels [B, 3, H', W'], both sides multiples of 32, and (height, width) of the images within.
@@ -200,7 +212,10 @@ def preprocess(images: Tensor, short_side: int, long_side: int) -> tuple[Tensor,
     inner = (max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5)))
     scaled = F.interpolate(images.float(), inner, mode="bilinear", align_corners=False) * 255
     mean, std = (scaled.new_tensor(values)[:, None, None] for values in (_MEAN, _STD))
-    return F.pad((scaled - mean) / std, (0, -inner[1] % _DIVISOR, 0, -inner[0] % _DIVISOR)), inner
+    missing = (0, -inner[1] % _DIVISOR, 0, -inner[0] % _DIVISOR)
+    if openmmlab:
+        return (F.pad(scaled, missing, value=_GREY) - mean) / std, inner
+    return F.pad((scaled - mean) / std, missing), inner
 
 
 def find_instances(

@@ -122,7 +122,7 @@ def _trusted() -> ssl.SSLContext:
 
 
 def _parse(reply: "httpx.Response", body: bytes, key: str) -> Any:
-    """The JSON of a reply with status 200; any other status is an error."""
+    """The JSON of a reply with status 200; any other status is an error, and so is an `error` in the reply."""
     import httpx
 
     status = reply.status_code
@@ -132,14 +132,15 @@ def _parse(reply: "httpx.Response", body: bytes, key: str) -> Any:
         parsed = None
         if status == 200:
             raise RequestFailedError("the reply is not JSON") from error
-    if status == 200:
-        return parsed
     said = parsed.get("error") if isinstance(parsed, dict) else None
+    if status == 200 and not said:
+        return parsed
     said = said.get("message") if isinstance(said, dict) else said
-    said = said if isinstance(said, str) else body.decode(errors="replace")
+    said = said if said and isinstance(said, str) else body.decode(errors="replace")
     if key:
         said = said.replace(key, "***")
-    reason = f"the server answered {status} {httpx.codes.get_reason_phrase(status)}: {excerpt(said)}"
+    beside = " and an error" if status == 200 else ""
+    reason = f"the server answered {status} {httpx.codes.get_reason_phrase(status)}{beside}: {excerpt(said)}"
     if status == 429 or status >= 500:
         after = reply.headers.get("Retry-After", "")
         raise _PassingError(reason, float(after) if after.isascii() and after.isdigit() else 0.0)

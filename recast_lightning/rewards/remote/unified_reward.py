@@ -33,14 +33,16 @@ _TEMPLATES: dict[ReplyFormat, str] = {
         "form\nFinal Score: X\nwhere X is a number from 1 (worst) to 5 (best)."
     ),
 }
-# Neither a part of a longer number ("10", "4,5") nor the start of a range that the model repeats ("1-5").
-_NUMBER = r"(\d+(?:\.\d+)?)(?![.,]?\d)(?![ \t]*[-–][ \t]*\d)"
+# Neither a part of a longer number or word ("10", "4,5", "1e1", "4%"), nor the start of a range that the model repeats
+# ("1-5"), nor on another scale ("4/10").
+_NUMBER = r"(\d+(?:\.\d+)?)(?![\w%])(?![.,]\d)(?![ \t]*[-–][ \t]*\d)(?!\s*(?:/|out of)(?!\s*5\b))"
 
 
 class UnifiedReward(RemoteReward):
     """Grades of UnifiedReward-2 (Wang et al. 2025), in [1, 5], from a server that speaks OpenAI's chat protocol.
 
-    Each picture is one request at temperature 0. Refusals and replies without the expected grades score NaN.
+    Each picture is one request at temperature 0. Refusals, replies that broke off, and replies without the expected grades
+    score NaN.
 
     The default template is our own short wording in the published *format*. The models were trained on a published
     wording, so scores under ours are not comparable with published ones: save that wording in a file and name the file
@@ -174,13 +176,15 @@ class UnifiedReward(RemoteReward):
             return failed("the reply is no chat completion")
         if refusal or finish == "content_filter":
             return failed("the model refused")
+        if error := choice.get("error"):
+            return failed(f"the server gave an error: {excerpt(str(error))}")
+        if finish == "length":  # a thought without an end, or a number: "4" of "4.5"
+            return failed(f"the reply broke off at {self.max_tokens} tokens")
         if not isinstance(text, str):
             return failed("the reply holds no text")
         score = parse_scores(text, self.reply)
         if score is not None:
             return Verdict(score)
-        if finish == "length":
-            return failed(f"the reply broke off at {self.max_tokens} tokens without a grade")
         return failed(f"the reply lacks a grade of 1 to 5 ({', '.join(_LABELS[self.reply])})")
 
 
@@ -190,7 +194,7 @@ def parse_scores(text: str, reply: ReplyFormat) -> float | None:
     What a model thought before ``</think>`` is skipped, and so are asterisks of Markdown.
 
     Returns:
-        A number in [1, 5]; None if a grade is missing or outside.
+        A number in [1, 5]; None if a grade is missing or outside, or the thought has no end.
 
     Examples:
         >>> parse_scores("Matches well. Final Score: 4.5", "final_score")
@@ -198,7 +202,9 @@ def parse_scores(text: str, reply: ReplyFormat) -> float | None:
         >>> parse_scores("Final Score: 10", "final_score") is None
         True
     """
-    text = text.rpartition("</think>")[2].replace("*", "")
+    text = re.split("</think>", text, flags=re.IGNORECASE)[-1].replace("*", "")
+    if re.search("<think>", text, re.IGNORECASE):
+        return None
     grades = []
     for label in _LABELS[reply]:
         match = re.search(rf"{label}\s*(?:\([^)\n]*\))?\s*:\s*{_NUMBER}", text, re.IGNORECASE)

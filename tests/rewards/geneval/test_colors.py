@@ -6,14 +6,12 @@ from torch.nn import functional as F
 from recast_lightning.prompts.geneval_names import COLORS
 from recast_lightning.rewards.clip.clip_score import ClipScore
 from recast_lightning.rewards.geneval.colors import ColorNamer
-from recast_lightning.rewards.preprocessing import shortest_side_crop
 
 
 class Palette:
     """Stands in for CLIP: embeds an image as its mean colour, and a text by its colour's name."""
 
     image_size = 8
-    fit = staticmethod(shortest_side_crop)
     rgb = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1)}
 
     def __init__(self):
@@ -55,6 +53,17 @@ def test_objects_are_cut_out_on_grey():
     assert len(clip.texts) == 2 * 3 * len(COLORS) == 60
     assert clip.texts[:3] == ["a photo of a red cup", "a photo of a red-colored cup", "a photo of a red object"]
     assert "a photo of a white-colored dog" in clip.texts
+
+
+@pytest.mark.parametrize(("side", "start"), [(9, 0), (10, 1), (11, 2), (12, 2), (13, 2), (15, 4)])
+def test_the_middle_is_rounded_as_in_geneval(side, start):
+    """By torchvision's CenterCrop, and not one pixel before it, where transformers' CLIP looks."""
+    ramp = torch.linspace(0, 1, side).expand(3, 8, side)
+    for image in (ramp, ramp.mT):
+        clip, (height, width) = Palette(), image.shape[1:]
+        ColorNamer(clip).name(image, torch.ones(1, height, width) > 0, [(0.0, 0.0, width, height)], ["cup"])
+        middle = image.narrow(1 if height > width else 2, start, 8)
+        assert torch.equal(clip.images[0][0], middle)
 
 
 def test_a_thin_object_has_its_middle_looked_at():

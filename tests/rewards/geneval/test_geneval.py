@@ -38,39 +38,45 @@ ALL = {
 }
 
 
-# Columns: partial, upstream_partial, strict, official.
+ALONE = SINGLE | {"exclude": [{"class": "dog", "count": 2}]}
+
+
+# Columns: partial, upstream_partial, strict, exact, official.
 @pytest.mark.parametrize(
     ("metadata", "found", "expected"),
     [
-        (SINGLE, things("cup", 1), (1, 1, 1, 1)),
-        (SINGLE, [], (0, 0, 0, 0)),
-        (SINGLE, things("dog", 1), (0, 0, 0, 0)),
-        (SINGLE, things("cup", 2), (0, 0, 0, 1)),
-        (SINGLE, things("cup", 3), (0, -1, 0, 1)),
-        (SINGLE, things("cup", 40), (0, -14, 0, 1)),  # at most 16 of a class are looked at
-        (COUNTING, things("cup", 3), (0.75, 0.75, 0, 0)),
-        (COUNTING, things("cup", 4), (1, 1, 1, 1)),
-        (COUNTING, things("cup", 5), (0.75, 0.75, 0, 0)),  # excluded officially
-        (COUNTING, things("cup", 9), (0, -0.25, 0, 0)),
-        (COLORS, things("cup", 1, "red"), (1, 1, 1, 1)),
-        (COLORS, things("cup", 1, "blue"), (0.5, 0.5, 0, 0)),
-        (COLORS, [], (0, 0, 0, 0)),
-        (COLORS, things("cup", 2, "red"), (0, 0, 0, 1)),
-        (COLOR_ATTR, things("cup", 1, "red") + things("dog", 1, "red"), (0.75, 0.75, 0, 0)),
-        (COLOR_ATTR, things("cup", 1, "red") + things("dog", 1, "blue"), (1, 1, 1, 1)),
-        (POSITION, things("dog", 1) + things("cup", 1, x=50), (1, 1, 1, 1)),
-        (POSITION, things("dog", 1, x=50) + things("cup", 1), (2 / 3, 0.75, 0, 0)),
-        (POSITION, things("dog", 1), (1 / 3, 1 / 3, 0, 0)),
-        (POSITION, things("cup", 1), (1 / 3, 1 / 3, 0, 0)),
-        (POSITION, things("dog", 1) + things("cup", 2, x=50), (1 / 3, 1 / 3, 0, 1)),
+        (SINGLE, things("cup", 1), (1, 1, 1, 1, 1)),
+        (SINGLE, [], (0, 0, 0, 0, 0)),
+        (SINGLE, things("dog", 1), (0, 0, 0, 0, 0)),
+        (SINGLE, things("cup", 2), (0, 0, 0, 0, 1)),
+        (SINGLE, things("cup", 3), (0, -1, 0, 0, 1)),
+        (SINGLE, things("cup", 40), (0, -14, 0, 0, 1)),  # at most 16 of a class are looked at
+        (ALONE, things("cup", 1) + things("dog", 1), (1, 1, 1, 1, 1)),
+        (ALONE, things("cup", 1) + things("dog", 2), (1, 1, 1, 0, 0)),  # the published server does not look
+        (ALONE, things("cup", 2), (0, 0, 0, 0, 1)),
+        (COUNTING, things("cup", 3), (0.75, 0.75, 0, 0, 0)),
+        (COUNTING, things("cup", 4), (1, 1, 1, 1, 1)),
+        (COUNTING, things("cup", 5), (0.75, 0.75, 0, 0, 0)),  # excluded officially
+        (COUNTING, things("cup", 9), (0, -0.25, 0, 0, 0)),
+        (COLORS, things("cup", 1, "red"), (1, 1, 1, 1, 1)),
+        (COLORS, things("cup", 1, "blue"), (0.5, 0.5, 0, 0, 0)),
+        (COLORS, [], (0, 0, 0, 0, 0)),
+        (COLORS, things("cup", 2, "red"), (0, 0, 0, 0, 1)),
+        (COLOR_ATTR, things("cup", 1, "red") + things("dog", 1, "red"), (0.75, 0.75, 0, 0, 0)),
+        (COLOR_ATTR, things("cup", 1, "red") + things("dog", 1, "blue"), (1, 1, 1, 1, 1)),
+        (POSITION, things("dog", 1) + things("cup", 1, x=50), (1, 1, 1, 1, 1)),
+        (POSITION, things("dog", 1, x=50) + things("cup", 1), (2 / 3, 0.75, 0, 0, 0)),
+        (POSITION, things("dog", 1), (1 / 3, 1 / 3, 0, 0, 0)),
+        (POSITION, things("cup", 1), (1 / 3, 1 / 3, 0, 0, 0)),
+        (POSITION, things("dog", 1) + things("cup", 2, x=50), (1 / 3, 1 / 3, 0, 0, 1)),
         # Wrong colour: upstream drops the relation from the mean, we count it as not fulfilled.
-        (ALL, things("dog", 1) + things("cup", 2, "blue", x=90), (0.5, 2 / 3, 0, 0)),
-        (ALL, things("dog", 1) + things("cup", 1, "red", x=90), (0.375, 0.5, 0, 0)),
-        (ALL, things("dog", 1) + things("cup", 2, "red", x=90), (1, 1, 1, 1)),
+        (ALL, things("dog", 1) + things("cup", 2, "blue", x=90), (0.5, 2 / 3, 0, 0, 0)),
+        (ALL, things("dog", 1) + things("cup", 1, "red", x=90), (0.375, 0.5, 0, 0, 0)),
+        (ALL, things("dog", 1) + things("cup", 2, "red", x=90), (1, 1, 1, 1, 1)),
     ],
 )
 def test_vectors(metadata, found, expected):
-    modes = ("partial", "upstream_partial", "strict", "official")
+    modes = ("partial", "upstream_partial", "strict", "exact", "official")
     assert [geneval_score(found, metadata, mode) for mode in modes] == pytest.approx(expected)
 
 
@@ -184,6 +190,11 @@ def test_thresholds_can_be_set():
         ),
         ([{"class": "cup", "count": True}], r"include\[0\]"),
         ([{"class": "cup", "count": 1, "color": ["red"]}], r"include\[0\] has the color \['red'\]: expected a name"),
+        (
+            [{"class": "cup", "count": 1, "colour": "red"}],
+            r"include\[0\] has the key 'colour': expected class, count, color",
+        ),
+        ([{"class": "cup", "count": 16}], r"include\[0\] has the count 16, and GenEval .* 16 .*: ask for at most 15"),
         (["cup"], "include is .*: expected a list of objects"),
         ({"class": "cup", "count": 1}, "include is .*: expected a list of objects"),
     ],
@@ -196,9 +207,9 @@ def test_malformed_metadata(include, message):
 
 def test_unknown_mode():
     with pytest.raises(
-        ValueError, match='mode is "exact": expected one of partial, strict, official, upstream_partial'
+        ValueError, match='mode is "lax": expected one of partial, strict, exact, official, upstream_partial'
     ):
-        GenEval(Scripted([]), mode="exact")
+        GenEval(Scripted([]), mode="lax")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +219,11 @@ def test_unknown_mode():
             {"tag": "colour"},
             "its tag is 'colour': expected one of single_object, two_object, counting, colors, position",
         ),
+        (
+            {"exclude": [{"class": "cup", "count": 1, "color": "red"}]},
+            r"exclude\[0\] has the key 'color': expected class",
+        ),
+        ({"exclude": [{"class": "cup", "count": 17}]}, r"exclude\[0\] has the count 17"),
         ({"exclude": [{"class": "cup"}]}, r'exclude\[0\] is .*: expected a "class" and a "count"'),
     ],
 )
@@ -232,12 +248,22 @@ def test_classes_and_colours_that_the_detector_does_not_know():
     reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLORS)])
     with pytest.raises(ValueError, match="the class 'dog', which Scripted does not know: expected one of cup"):
         reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLOR_ATTR)])
+    with pytest.raises(ValueError, match=r"exclude\[0\] has the class 'dog', which Scripted does not know"):
+        reward(torch.rand(1, 3, 8, 8), [Prompt("p", ALONE)])
     detector.colors = ("blue",)
     with pytest.raises(ValueError, match="the color 'red', which Scripted does not know: expected one of blue"):
         reward(torch.rand(1, 3, 8, 8), [Prompt("p", COLORS)])
 
 
-@pytest.mark.parametrize("mode", ["partial", "strict", "official", "upstream_partial"])
+def test_more_objects_than_the_detector_finds_are_named():
+    detector = Scripted([[]])
+    detector.most = 3
+    GenEval(detector)(torch.rand(1, 3, 8, 8), [Prompt("p", ALL)])
+    with pytest.raises(ValueError, match="prompt 'p' .*: it asks for 4 objects, and Scripted finds at most 3"):
+        GenEval(detector)(torch.rand(1, 3, 8, 8), [Prompt("p", COUNTING)])
+
+
+@pytest.mark.parametrize("mode", ["partial", "strict", "exact", "official", "upstream_partial"])
 def test_a_failed_detector_is_not_a_zero(mode, caplog):
     nan_box = [Detection("cup", 0.95, (0, 0, math.nan, 10))]
     nan_score = [Detection("cup", math.nan, (0, 0, 10, 10))]

@@ -57,17 +57,19 @@ def slow_bilinear(plane, height, width):
         ((30, 70), (43, 100), (64, 128)),
     ],
 )
-def test_images_are_scaled_as_in_openmmlabs_pipeline(size, inner, padded):
+@pytest.mark.parametrize("openmmlab", [True, False])
+def test_images_are_scaled_and_padded_as_in_training(size, inner, padded, openmmlab):
     picture = images(1, *size)
-    pixels, within = preprocess(picture, 64, 100)
+    pixels, within = preprocess(picture, 64, 100, openmmlab)
     assert within == inner
     assert pixels.shape == (1, 3, *padded)
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
     for c in range(3):
         expected = (slow_bilinear(picture[0, c].numpy() * 255.0, *inner) - mean[c]) / std[c]
         np.testing.assert_allclose(pixels[0, c, : inner[0], : inner[1]], expected, atol=1e-4)
-    assert (pixels[..., inner[0] :, :] == 0).all()
-    assert (pixels[..., inner[1] :] == 0).all()
+        border = (128 - mean[c]) / std[c] if openmmlab else 0
+        np.testing.assert_allclose(pixels[0, c, inner[0] :, :], border, atol=1e-6)
+        np.testing.assert_allclose(pixels[0, c, :, inner[1] :], border, atol=1e-6)
 
 
 def slow_instances(class_logits, mask_logits, padded, inner, size, threshold):

@@ -142,6 +142,14 @@ def test_the_server_may_ask_for_a_longer_wait():
         (Answer(b"\xff\xfe"), "the reply is not JSON"),
         (Answer([1, 2]), 'the reply has no list "scores"'),
         (Answer({"scores": 1}), 'the reply has no list "scores"'),
+        (
+            Answer({"scores": [1, 2], "error": "out of memory"}),
+            "the server answered 200 OK and an error: out of memory",
+        ),
+        (
+            Answer({"scores": [1, 2], "error": {"code": 7}}),
+            '200 OK and an error: {"scores": [1, 2], "error": {"code": 7}}',
+        ),
         (Answer({"scores": [1]}), "the reply has 1 scores for 2 images"),
         (Answer({"scores": [1, 2, 3]}), "the reply has 3 scores for 2 images"),
         (Answer(b" " * (2 << 20)), "the reply is longer than 1048576 bytes"),

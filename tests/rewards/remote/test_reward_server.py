@@ -41,6 +41,7 @@ class Moody(RewardModel):
 
     name = "moody"
     version = "v7"
+    score_range = (0.0, 255.0)
 
     def score(self, images, prompts):
         if any(prompt.text == "crash" for prompt in prompts):
