@@ -111,7 +111,7 @@ class PromptDataModule(L.LightningDataModule):
         return [self.prompts["train"][place] for place in places] + self.prompts["validation"]
 
     def train_dataloader(self) -> RolloutStream:
-        """One epoch is one rollout: sampled when iteration starts, then served as (micro-batch, level) items."""
+        """One epoch is one rollout: sampled when iteration starts, then served as micro-batches."""
         assert self.trainer is not None
         stream: RolloutStream = self.trainer.lightning_module.rollout_stream()  # type: ignore[operator]
         return stream

@@ -32,6 +32,15 @@ def test_kept_scores_are_compared_prompt_by_prompt():
     assert changes([before, after])[0].stderr == pytest.approx(0.1)
 
 
+def test_evaluations_under_other_settings_are_not_compared():
+    first, last = PAIR
+    between = _evaluation(2, {"ocr": 0.5}, {"ocr": 0.03}) | {"settings": {"rewards.ocr.detect": True}}
+    assert changes([first | {"settings": {}}, last | {"settings": between["settings"]}]) == []
+    (change, *_) = changes([first | {"settings": {}}, between, last | {"settings": between["settings"]}])
+    assert change.base == 0.5
+    assert changes([first, last | {"settings": {}}])[0].base == 0.41  # a record of before settings were kept
+
+
 @pytest.mark.parametrize("evaluations", [[], PAIR[:1]])
 def test_one_evaluation_is_no_change(evaluations):
     assert changes(evaluations) == []
