@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from recast_lightning.checkpointing.settings import describe, prompts_by_content, read_settings, versions
-
-if TYPE_CHECKING:
-    from recast_lightning.training.module import RecastModule
 
 
 @runtime_checkable
@@ -18,10 +15,9 @@ class ShapesNumbers(Protocol):
         """Section → settings."""
 
 
-def settings_of(module: RecastModule) -> dict[str, Any]:
-    """Settings by the configuration's names, of a module that is attached to a Trainer and whose policy is loaded."""
+def settings_of(module: Any) -> dict[str, Any]:
+    """Settings by the configuration's names, of a `RecastModule` with a Trainer and a policy that is loaded."""
     trainer, data, policy = module.trainer, module.data, module.policy
-    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
     derived = {
         "rewards": {name: describe(reward) for name, reward in module.rewards.items()},
         "stages": {stage.name: describe(stage) for stage in module.credit.stages},
@@ -36,6 +32,6 @@ def settings_of(module: RecastModule) -> dict[str, Any]:
         "micro_batch_size × processes": module.rollout.micro_batch_size * trainer.world_size,
         "versions": versions(),
     }
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         derived |= callback.settings() if isinstance(callback, ShapesNumbers) else {}
     return read_settings({"model": module, "policy": policy, "trainer": trainer, "data": data}, derived)

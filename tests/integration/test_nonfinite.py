@@ -1,6 +1,7 @@
 """Bad numbers stop or skip a step on all processes alike; evaluation, failures in it and autocast leave training alone."""
 
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -278,6 +279,8 @@ def test_sampling_and_training_see_new_weights_inside_a_hand_made_autocast(polic
 
 class Dot(Brightness):
     """A reward that autocast would round."""
+
+    score_range = (-math.inf, math.inf)
 
     def score(self, images, prompts):
         return images.flatten(1) @ torch.linspace(-1, 1, images[0].numel())

@@ -143,9 +143,9 @@ def _blank_figures():
 def ocr(tmp_path_factory):
     """Stage-OCR with T5, in two runs: the warm-up, then from its checkpoint with OCR's budget doubled."""
     place = prepare(tmp_path_factory.mktemp("ocr"), "ocr", with_t5=True)
-    main(["fit", *place.config("ocr", trainer__accumulate_grad_batches=6), "--trainer.max_epochs", "1"])
+    main(["fit", *place.config("ocr", trainer__accumulate_grad_batches=4), "--trainer.max_epochs", "1"])
     warm = newest_run(place.folder)
-    arguments = place.config("ocr", "budgets/ocr_double_ocr", trainer__accumulate_grad_batches=6)
+    arguments = place.config("ocr", "budgets/ocr_double_ocr", trainer__accumulate_grad_batches=4)
     main(["fit", *arguments, "--ckpt_path", str(warm / "checkpoints/last.ckpt")])
     return place, warm, newest_run(place.folder)
 
@@ -221,7 +221,7 @@ def test_validate_and_doctor_take_the_files_as_they_are(ocr, capsys):
 def geneval(tmp_path_factory):
     """Stage-GenEval on a pipeline without T5, in one run."""
     place = prepare(tmp_path_factory.mktemp("geneval"), "geneval", with_t5=False)
-    main(["fit", *place.config("geneval", "hardware/one_gpu_small", trainer__accumulate_grad_batches=6)])
+    main(["fit", *place.config("geneval", "hardware/one_gpu_small", trainer__accumulate_grad_batches=4)])
     return place, newest_run(place.folder)
 
 
@@ -240,7 +240,7 @@ def test_stage_geneval_runs_without_t5_and_finds_objects_by_mask2former(geneval)
 def test_two_processes_share_a_run_as_the_ddp_file_says(tmp_path):
     """Workers that read text, too, and T5 left out of a pipeline that has it."""
     place = prepare(tmp_path, "ocr", with_t5=True)
-    sizes = {"trainer__devices": 2, "trainer__accumulate_grad_batches": 3, "model__scoring__num_workers": 1}
+    sizes = {"trainer__devices": 2, "trainer__accumulate_grad_batches": 2, "model__scoring__num_workers": 1}
     arguments = place.config("ocr", "hardware/ddp_8", "old_policy/slow", **sizes)
     run = start(["fit", *arguments, "--model.policy.init_args.use_t5", "false"])
     printed, _ = run.communicate(timeout=400)
@@ -251,7 +251,7 @@ def test_two_processes_share_a_run_as_the_ddp_file_says(tmp_path):
 @pytest.mark.slow
 def test_two_nodes_share_a_run_as_the_multi_node_file_says(tmp_path):
     place = prepare(tmp_path, "geneval", with_t5=True)
-    sizes = {"trainer__devices": 1, "trainer__accumulate_grad_batches": 3}
+    sizes = {"trainer__devices": 1, "trainer__accumulate_grad_batches": 2}
     arguments = place.config("geneval", "hardware/ddp_2x8", **sizes)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
