@@ -12,6 +12,7 @@ import torch
 from recast_lightning import report
 from recast_lightning.credit import CreditMatrix, Profile, Stage
 from recast_lightning.credit.plan import check_order, make_plan
+from recast_lightning.errors import UserError
 from recast_lightning.profiling import ProfileOptions, Profiler
 from recast_lightning.proposals import Proposals
 from recast_lightning.ranges import check_ranges
@@ -135,24 +136,25 @@ class RenyiProfilerCallback(L.Callback):
         begins = schedule.credit_stage != index
         if not begins and not (stage.credit != "static" and self._is_due(trainer, module)):
             return
+        run = run_folder(trainer)
+        folder = None if run is None else _folder(run, index, stage)
+        if folder is not None and not begins:
+            folder = folder / f"rollout-{rollout}"
         profile = None
         if stage.credit != "static":
             names = list(stage.budgets)
             profile = Profile.load(self.profile) if self.profile else self.measure(trainer, module, names)
             if self.profile:
                 profile.check(names, module.policy.sigmas)
-            options: Any = {"shrinkage": self.shrinkage, "temperature": self.temperature}
-            credit = CreditMatrix.from_profile(profile, stage.budgets, stage.credit, **options)
+            if folder is not None and trainer.is_global_zero:
+                profile.save(folder / "profile")  # it is dear, so it is kept whatever becomes of W
+            credit = self._weigh(stage, profile, folder)
             self.drift_total = self._total_divergence(trainer, module) if self.drift else None
         if begins:
             self._record_after(trainer, module, index - 1, profile)
         if profile is not None:
             schedule.set(credit, rollout, module.policy.num_steps)
         self.measured_at = rollout
-        run = run_folder(trainer)
-        folder = None if run is None else _folder(run, index, stage)
-        if folder is not None and not begins:
-            folder = folder / f"rollout-{rollout}"
         if trainer.is_global_zero:
             self._record(trainer, stage, folder, profile, schedule.current(rollout, module.policy.sigmas))
 
@@ -183,6 +185,19 @@ class RenyiProfilerCallback(L.Callback):
         profiler = Profiler(module.policy, module.scoring, self.proposals, module.seed)
         prompts, rollout = module.data.prompts["train"][:num_prompts], trainer.current_epoch
         return profiler.measure(names, prompts, options, module.context, rollout=rollout, unfinished=unfinished)
+
+    def _weigh(self, stage: Stage, profile: Profile, folder: Path | None) -> CreditMatrix:
+        """W of a stage.
+
+        Raises:
+            UserError: if there is none, saying where the profile lies.
+        """
+        options: Any = {"shrinkage": self.shrinkage, "temperature": self.temperature}
+        try:
+            return CreditMatrix.from_profile(profile, stage.budgets, stage.credit, **options)
+        except ValueError as error:
+            kept = "" if folder is None else f" The profile is kept: give {str(folder / 'profile')!r} as profile."
+            raise UserError(f"Stage {stage.name!r} has no W: {error}{kept}") from error
 
     def _is_due(self, trainer: L.Trainer, module: RecastModule) -> bool:
         """Whether W must be built anew within a stage."""
@@ -230,7 +245,6 @@ class RenyiProfilerCallback(L.Callback):
         credit.save(folder / "credit")
         figures = {"weights": report.weight_heatmap(credit)}
         if profile is not None:
-            profile.save(folder / "profile")
             totals = dict(zip(profile.rewards, profile.totals[0].tolist(), strict=True))
             for logger in trainer.loggers:
                 logger.log_metrics({f"divergence/{name}": total for name, total in totals.items()}, step=step)
