@@ -9,7 +9,7 @@ from argparse import HelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
-from recast_lightning.cli.exits import configuring, fail
+from recast_lightning.cli.exits import configuring, fail, interruptible, speak_plainly
 
 TRAINER_COMMANDS = {
     "fit": "train: a profile before each stage, then its rollouts",
@@ -44,7 +44,13 @@ def help_text() -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `recast` with the given arguments (default: the process's)."""
-    arguments = list(sys.argv[1:] if args is None else args)
+    speak_plainly()
+    with interruptible():
+        _run(list(sys.argv[1:] if args is None else args), args)
+
+
+def _run(arguments: list[str], given: Sequence[str] | None) -> None:
+    """Find the command and run it."""
     command = arguments[0] if arguments else None
     if command in ("-h", "--help"):
         print(help_text())
@@ -68,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     gc.freeze()
     gc.enable()
-    run(None if args is None else arguments)
+    run(None if given is None else arguments)
 
 
 def _run_plain(command: str, arguments: list[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,32 @@ def fail(message: str) -> NoReturn:
     """Leave with one sentence and exit code 2."""
     print(f"recast: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def speak_plainly() -> None:
+    """Let no character end a run that the terminal cannot show: it is written as in ``\\u2192``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C where nothing takes note of it, as while models load, ends with a sentence, as the signal asks.
+
+    Lightning makes exit code 1 of it.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(
+                "recast: stopped by SIGINT; fit with --ckpt_path last goes on from its last checkpoint.",
+                file=sys.stderr,
+            )
+        sys.exit(128 + signal.SIGINT)
 
 
 @contextmanager
