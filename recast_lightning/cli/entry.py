@@ -9,7 +9,7 @@ from argparse import HelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
-from recast_lightning.cli.exits import configuring, fail, interruptible, speak_plainly
+from recast_lightning.cli.exits import configuring, fail, importing, interruptible, speak_plainly
 
 TRAINER_COMMANDS = {
     "fit": "train: a profile before each stage, then its rollouts",
@@ -70,7 +70,8 @@ def _run(arguments: list[str], given: Sequence[str] | None) -> None:
         check_config_files(arguments)
     os.environ.setdefault("WANDB_SILENT", "true")
     gc.disable()  # modules stay: looking for garbage among them takes seconds now, and some of every rollout later
-    from recast_lightning.cli.lightning_cli import run
+    with importing():
+        from recast_lightning.cli.lightning_cli import run
 
     gc.freeze()
     gc.enable()
@@ -79,9 +80,10 @@ def _run(arguments: list[str], given: Sequence[str] | None) -> None:
 
 def _run_plain(command: str, arguments: list[str]) -> None:
     """A command that needs no Trainer."""
-    from recast_lightning.cli.parser import SentenceParser
+    with importing():
+        from recast_lightning.cli.parser import SentenceParser
 
-    module = import_module(f"recast_lightning.cli.{command}")
+        module = import_module(f"recast_lightning.cli.{command}")
     parser = SentenceParser(prog=f"recast {command}", allow_abbrev=False, formatter_class=HelpFormatter)
     module.add_arguments(parser)
     with configuring():

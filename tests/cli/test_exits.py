@@ -1,12 +1,14 @@
 """How commands end, whatever the terminal, and when Ctrl-C finds them."""
 
 import io
+import os
 import signal
+import subprocess
 import sys
 
 import pytest
 from helpers.profiles import make_profile
-from integration.tiny import config
+from integration.tiny import ROOT, config
 
 from recast_lightning.cli import main
 from recast_lightning.policy import Policy
@@ -21,6 +23,19 @@ def test_an_ascii_terminal_shows_what_it_can(tmp_path, monkeypatch):
     text = terminal.buffer.getvalue().decode("ascii")
     assert " \\xb1 0." in text
     assert text.splitlines()[-1] == str(tmp_path / "profile-weights")
+
+
+def test_ctrl_c_while_libraries_are_imported_is_not_swallowed(tmp_path):
+    """An import in flight is where a library may catch KeyboardInterrupt, or fail of it with an error of its own."""
+    code = "import os, signal, sys; from recast_lightning.cli.exits import importing\n"
+    code += "try:\n  with importing(): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "except KeyboardInterrupt: print('swallowed')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr.startswith(b"recast: stopped by SIGINT")
+    assert not done.stdout
 
 
 def test_ctrl_c_while_models_load_is_a_sentence_and_the_signals_exit_code(tmp_path, monkeypatch, capsys):
