@@ -82,9 +82,10 @@ def _run_plain(command: str, arguments: list[str]) -> None:
     """A command that needs no Trainer."""
     with importing():
         from recast_lightning.cli.parser import SentenceParser
+        from recast_lightning.paths import expand_home
 
         module = import_module(f"recast_lightning.cli.{command}")
     parser = SentenceParser(prog=f"recast {command}", allow_abbrev=False, formatter_class=HelpFormatter)
     module.add_arguments(parser)
     with configuring():
-        module.run(parser.parse_args(arguments))
+        module.run(expand_home(parser.parse_args(arguments)))

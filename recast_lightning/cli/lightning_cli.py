@@ -24,6 +24,7 @@ from recast_lightning.cli.parser import SentenceParser
 from recast_lightning.cli.sentences import explained, groups_of
 from recast_lightning.cli.trainer import RecastTrainer
 from recast_lightning.cli.trainer_checks import check_run, check_trainer
+from recast_lightning.paths import expand_home
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
 from recast_lightning.training import PromptDataModule, RecastModule
@@ -108,7 +109,7 @@ class RecastCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """`max_epochs` follows from the stages unless it is given; `--ckpt_path last` from the runs that are there."""
-        config = self.config[self.subcommand] if self.subcommand else self.config
+        config = expand_home(self.config[self.subcommand] if self.subcommand else self.config)
         if config.get("ckpt_path") == "last":
             self._find_last(config)
         for name, value in vars(config.model).items():

@@ -242,6 +242,19 @@ def test_a_checkpoint_of_something_else_is_refused(case, tmp_path, capsys):
     assert expected in error
 
 
+def test_a_tilde_is_the_users_folder_in_every_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "~/runs", "name": "a"}}
+    config(tmp_path, data__train="~/a.csv", trainer__logger=[logger])
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=~/config.yaml", "--ckpt_path", "last"])
+    said = capsys.readouterr()
+    assert f"No run in {tmp_path}/runs/a has a checkpoint yet" in said.out
+    assert f"The prompt file {tmp_path}/a.csv must be" in said.err
+    assert f"ckpt_path '{tmp_path}/no.ckpt'" in refused(["fit", "-c", "~/config.yaml", "--ckpt_path=~/no.ckpt"], capsys)
+    assert f"no recast profile at {tmp_path}/p" in refused(["weights", "~/p"], capsys)
+
+
 def test_a_truncated_checkpoint_is_refused(tmp_path, capsys):
     torch.save(checkpoint(), tmp_path / "whole.ckpt")
     (tmp_path / "last.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:1000])
