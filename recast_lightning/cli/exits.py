@@ -15,7 +15,10 @@ from typing import NoReturn
 from recast_lightning.errors import Interrupted, UserError
 
 _SIGINT_CODE = 128 + signal.SIGINT
-_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+_CANNOT_WRITE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+)
 
 
 def fail(message: str) -> NoReturn:

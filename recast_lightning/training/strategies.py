@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
@@ -29,11 +29,15 @@ def check_strategy_name(name: str) -> None:
 
 
 def check_strategy(trainer: L.Trainer) -> None:
-    """Refuse strategies, and settings of them, that cannot train a policy.
+    """Refuse strategies, settings of them, and precisions that cannot train a policy.
 
     Raises:
         ValueError: saying what would be right.
     """
+    if isinstance(trainer.precision_plugin, DoublePrecision):
+        raise ValueError(
+            "trainer.precision is 64-true, but adapters and noise are float32: take 32-true, or bf16-mixed."
+        )
     strategy = trainer.strategy
     if isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy)):
         raise ValueError(f"trainer.strategy {type(strategy).__name__!r} is not supported: {_SHARDED}")

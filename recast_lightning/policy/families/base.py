@@ -69,8 +69,8 @@ class Family(ABC):
                 raise UserError(f"Policy path {self.path!r} was saved without its {part}, which encodes prompts.")
         if pipeline.scheduler_config().get("invert_sigmas"):
             raise UserError(
-                f"Policy path {self.path!r} has a scheduler with invert_sigmas, whose noise levels rise: a policy needs levels "
-                "that fall to 0, so set invert_sigmas to false, if the model was trained so."
+                f"Policy path {self.path!r} has a scheduler with invert_sigmas, whose noise levels rise: a policy needs "
+                "levels that fall to 0, so set invert_sigmas to false, if the model was trained so."
             )
         if guidance is not None and self.own_guidance is None:
             raise UserError(f"guidance is {guidance:g}, but {self.path!r} has no guidance embedding: leave it out.")
