@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ class RenyiProfilerCallback(L.Callback):
     policy that leaves the stage (`after`); and what was measured anew within the stage (`rollout-<k>/`).
 
     Args:
-        proposals: a strong generator's images of the first `num_prompts` training prompts.
+        proposals: a strong generator's images of the first `num_prompts` training prompts; what is measured needs them.
         num_prompts: prompts in a profile.
         completions: completions of each noised proposal, at all levels or at each measured one.
         order: Rényi order α.
@@ -47,7 +48,7 @@ class RenyiProfilerCallback(L.Callback):
 
     def __init__(
         self,
-        proposals: Proposals,
+        proposals: Proposals | None = None,
         num_prompts: int = 96,
         completions: int | list[int] = 1,
         order: float = 2.0,
@@ -95,27 +96,16 @@ class RenyiProfilerCallback(L.Callback):
         self.measured_at, self.drift_total = state["measured_at"], state["drift_total"]
 
     def validate_config(self, model: RecastModule, data: PromptDataModule) -> None:
-        """Check the sources without loading a model.
+        """Check the sources of the stages that are measured, if there are any, without loading a model.
 
         Raises:
             ValueError: if a setting is out of range, or proposals, prompts or the saved profile are missing.
         """
         measured = [stage for stage in model.credit.stages if stage.credit != "static"]
         if self.profile is None:
-            levels, how = (
-                torch.linspace(0, 1, model.policy.num_steps + 1),
-                self.options,
-            )  # only their number matters here
-            plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
-            check_order(how.order, plan.completions)
-            if self.num_prompts > len(data.prompts["train"]):
-                raise ValueError(
-                    f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
-                )
-            if measured:
-                self.proposals.validate(data.prompts["train"][: self.num_prompts])
-            for name in dict.fromkeys(name for stage in measured for name in stage.budgets):
-                model.rewards[name].check_positive()
+            self.validate_measurement(model, data, dict.fromkeys(name for stage in measured for name in stage.budgets))
+            return
+        if not measured:
             return
         loaded = Profile.load(self.profile)
         if len(loaded.sigmas) != model.policy.num_steps + 1:
@@ -125,6 +115,31 @@ class RenyiProfilerCallback(L.Callback):
             )
         for stage in measured:
             loaded.rows(list(stage.budgets))
+
+    def validate_measurement(self, model: RecastModule, data: PromptDataModule, names: Collection[str]) -> None:
+        """Check what a profile of some rewards needs; of none, nothing.
+
+        Raises:
+            ValueError: as `validate_config`.
+        """
+        if not names:
+            return
+        levels, how = torch.linspace(0, 1, model.policy.num_steps + 1), self.options  # only their number matters here
+        plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
+        check_order(how.order, plan.completions)
+        if self.num_prompts > len(data.prompts["train"]):
+            raise ValueError(
+                f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
+            )
+        if self.proposals is None:
+            raise ValueError(
+                "RenyiProfilerCallback has neither proposals to measure a profile with nor a saved profile."
+            )
+        self.proposals.validate(data.prompts["train"][: self.num_prompts])
+        for name in names:
+            if name not in model.rewards:
+                raise ValueError(f"There is no reward {name!r} to profile; configured are {', '.join(model.rewards)}.")
+            model.rewards[name].check_positive()
 
     # Hooks ---------------------------------------------------------------------------------------------------------
 
@@ -182,6 +197,7 @@ class RenyiProfilerCallback(L.Callback):
         options: ProfileOptions,
         unfinished: Path | None = None,
     ) -> Profile:
+        assert self.proposals is not None  # as `validate_measurement` has seen
         profiler = Profiler(module.policy, module.scoring, self.proposals, module.seed)
         prompts, rollout = module.data.prompts["train"][:num_prompts], trainer.current_epoch
         return profiler.measure(names, prompts, options, module.context, rollout=rollout, unfinished=unfinished)

@@ -69,6 +69,7 @@ def _run(arguments: list[str], given: Sequence[str] | None) -> None:
         check_options(arguments)
         check_config_files(arguments)
     os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI calls what is deprecated
     gc.disable()  # modules stay: looking for garbage among them takes seconds now, and some of every rollout later
     with importing():
         from recast_lightning.cli.lightning_cli import run

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 from helpers.profiles import make_profile
 from integration.tiny import ROOT, config
 
 from recast_lightning.cli import main
+from recast_lightning.cli.lightning_cli import sort_warnings
+from recast_lightning.errors import RunWarning
 from recast_lightning.policy import Policy
 
 
@@ -23,6 +26,16 @@ def test_an_ascii_terminal_shows_what_it_can(tmp_path, monkeypatch):
     text = terminal.buffer.getvalue().decode("ascii")
     assert " \\xb1 0." in text
     assert text.splitlines()[-1] == str(tmp_path / "profile-weights")
+
+
+def test_no_filter_makes_an_error_of_a_warning_about_a_run():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("error")
+        sort_warnings()
+        warnings.warn("a reward gave all images the same score", RunWarning, stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn("anything else", stacklevel=1)
+    assert [w.category for w in seen] == [RunWarning]
 
 
 def test_ctrl_c_while_libraries_are_imported_is_not_swallowed(tmp_path):

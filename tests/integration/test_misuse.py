@@ -141,6 +141,7 @@ CASES = {
     # profile
     "no profiler": ({"trainer__callbacks": []}, "add RenyiProfilerCallback"),
     "missing profile": ({CALLBACK + "profile": "nowhere"}, "nowhere"),
+    "no proposals": ({CALLBACK + "proposals": None}, "has neither proposals to measure a profile with nor a saved profile"),
     "levels of a profile": ({CALLBACK + "levels": 6}, "levels must be 2 to 3"),
     "levels without T": ({CALLBACK + "levels": [1, 2]}, "levels must lie in 1 ... 3 and hold 3, got [1, 2]"),
     "nested order, one completion": ({CALLBACK + "order": 1.0}, "Order 1 needs at least 2 completions"),
@@ -217,6 +218,14 @@ def test_a_malformed_prompt_file_is_one_sentence(case, tmp_path, capsys):
     name, content, expected = PROMPTS[case]
     (tmp_path / name).write_bytes(content)
     assert expected in refused(["fit", "-c", str(config(tmp_path, data__train=str(tmp_path / name)))], capsys)
+
+
+@pytest.mark.parametrize(("command", "credit"), [("fit", "static"), ("validate", "recast")])
+def test_what_will_not_be_used_is_not_checked(tmp_path, command, credit):
+    stages = [{"name": "only", "epochs": 1, "budgets": {"clip": 1}, "credit": credit}]
+    unfit = {CALLBACK + "proposals": None, CALLBACK + "num_prompts": 100, CALLBACK + "levels": 50}
+    with pytest.raises(AssertionError, match="before the configuration was checked"):
+        main([command, "-c", str(config(tmp_path, model__stages=stages, **unfit))])
 
 
 def test_a_profile_of_another_number_of_levels_is_refused(tmp_path, capsys):
