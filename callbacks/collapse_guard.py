@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from recast_lightning.errors import UserError
+from recast_lightning.errors import RunWarning, UserError
 from recast_lightning.training import RecastModule
 
 
@@ -119,4 +119,4 @@ class CollapseGuard(L.Callback):
             raise UserError(f"{sentence}; this rollout was not trained on.")
         if sign not in self.said:
             self.said.append(sign)
-            rank_zero_warn(f"{sentence} (said once).")
+            rank_zero_warn(f"{sentence} (said once).", category=RunWarning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from recast_lightning import report
 from recast_lightning.checkpointing.settings import describe
 from recast_lightning.credit import CreditMatrix, Profile, Stage
 from recast_lightning.credit.plan import check_order, make_plan
+from recast_lightning.errors import UserError
 from recast_lightning.profiling import ProfileOptions, Profiler
 from recast_lightning.proposals import Proposals
 from recast_lightning.ranges import check_ranges
@@ -27,7 +29,7 @@ class RenyiProfilerCallback(L.Callback):
     policy that leaves the stage (`after`); and what was measured anew within the stage (`rollout-<k>/`).
 
     Args:
-        proposals: a strong generator's images of the first `num_prompts` training prompts.
+        proposals: a strong generator's images of the first `num_prompts` training prompts; what is measured needs them.
         num_prompts: prompts in a profile.
         completions: completions of each noised proposal, at all levels or at each measured one.
         order: Rényi order α.
@@ -47,7 +49,7 @@ class RenyiProfilerCallback(L.Callback):
 
     def __init__(
         self,
-        proposals: Proposals,
+        proposals: Proposals | None = None,
         num_prompts: int = 96,
         completions: int | list[int] = 1,
         order: float = 2.0,
@@ -99,27 +101,16 @@ class RenyiProfilerCallback(L.Callback):
         self.measured_at, self.drift_total = state["measured_at"], state["drift_total"]
 
     def validate_config(self, model: RecastModule, data: PromptDataModule) -> None:
-        """Check the sources without loading a model.
+        """Check the sources of the stages that are measured, if there are any, without loading a model.
 
         Raises:
             ValueError: if a setting is out of range, or proposals, prompts or the saved profile are missing.
         """
         measured = [stage for stage in model.credit.stages if stage.credit != "static"]
         if self.profile is None:
-            levels, how = (
-                torch.linspace(0, 1, model.policy.num_steps + 1),
-                self.options,
-            )  # only their number matters here
-            plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
-            check_order(how.order, plan.completions)
-            if self.num_prompts > len(data.prompts["train"]):
-                raise ValueError(
-                    f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
-                )
-            if measured:
-                self.proposals.validate(data.prompts["train"][: self.num_prompts])
-            for name in dict.fromkeys(name for stage in measured for name in stage.budgets):
-                model.rewards[name].check_positive()
+            self.validate_measurement(model, data, dict.fromkeys(name for stage in measured for name in stage.budgets))
+            return
+        if not measured:
             return
         loaded = Profile.load(self.profile)
         if len(loaded.sigmas) != model.policy.num_steps + 1:
@@ -129,6 +120,31 @@ class RenyiProfilerCallback(L.Callback):
             )
         for stage in measured:
             loaded.rows(list(stage.budgets))
+
+    def validate_measurement(self, model: RecastModule, data: PromptDataModule, names: Collection[str]) -> None:
+        """Check what a profile of some rewards needs; of none, nothing.
+
+        Raises:
+            ValueError: as `validate_config`.
+        """
+        if not names:
+            return
+        levels, how = torch.linspace(0, 1, model.policy.num_steps + 1), self.options  # only their number matters here
+        plan = make_plan(levels, rollouts=how.completions, steps=how.steps, levels=how.levels)
+        check_order(how.order, plan.completions)
+        if self.num_prompts > len(data.prompts["train"]):
+            raise ValueError(
+                f"num_prompts is {self.num_prompts}, but there are only {len(data.prompts['train'])} training prompts."
+            )
+        if self.proposals is None:
+            raise ValueError(
+                "RenyiProfilerCallback has neither proposals to measure a profile with nor a saved profile."
+            )
+        self.proposals.validate(data.prompts["train"][: self.num_prompts])
+        for name in names:
+            if name not in model.rewards:
+                raise ValueError(f"There is no reward {name!r} to profile; configured are {', '.join(model.rewards)}.")
+            model.rewards[name].check_positive()
 
     # Hooks ---------------------------------------------------------------------------------------------------------
 
@@ -140,24 +156,25 @@ class RenyiProfilerCallback(L.Callback):
         begins = schedule.credit_stage != index
         if not begins and not (stage.credit != "static" and self._is_due(trainer, module)):
             return
+        run = run_folder(trainer)
+        folder = None if run is None else _folder(run, index, stage)
+        if folder is not None and not begins:
+            folder = folder / f"rollout-{rollout}"
         profile = None
         if stage.credit != "static":
             names = list(stage.budgets)
             profile = Profile.load(self.profile) if self.profile else self.measure(trainer, module, names)
             if self.profile:
                 profile.check(names, module.policy.sigmas)
-            options: Any = {"shrinkage": self.shrinkage, "temperature": self.temperature}
-            credit = CreditMatrix.from_profile(profile, stage.budgets, stage.credit, **options)
+            if folder is not None and trainer.is_global_zero:
+                profile.save(folder / "profile")  # it is dear, so it is kept whatever becomes of W
+            credit = self._weigh(stage, profile, folder)
             self.drift_total = self._total_divergence(trainer, module) if self.drift else None
         if begins:
             self._record_after(trainer, module, index - 1, profile)
         if profile is not None:
             schedule.set(credit, rollout, module.policy.num_steps)
         self.measured_at = rollout
-        run = run_folder(trainer)
-        folder = None if run is None else _folder(run, index, stage)
-        if folder is not None and not begins:
-            folder = folder / f"rollout-{rollout}"
         if trainer.is_global_zero:
             self._record(trainer, stage, folder, profile, schedule.current(rollout, module.policy.sigmas))
 
@@ -185,9 +202,23 @@ class RenyiProfilerCallback(L.Callback):
         options: ProfileOptions,
         unfinished: Path | None = None,
     ) -> Profile:
+        assert self.proposals is not None  # as `validate_measurement` has seen
         profiler = Profiler(module.policy, module.scoring, self.proposals, module.seed)
         prompts, rollout = module.data.prompts["train"][:num_prompts], trainer.current_epoch
         return profiler.measure(names, prompts, options, module.context, rollout=rollout, unfinished=unfinished)
+
+    def _weigh(self, stage: Stage, profile: Profile, folder: Path | None) -> CreditMatrix:
+        """W of a stage.
+
+        Raises:
+            UserError: if there is none, saying where the profile lies.
+        """
+        options: Any = {"shrinkage": self.shrinkage, "temperature": self.temperature}
+        try:
+            return CreditMatrix.from_profile(profile, stage.budgets, stage.credit, **options)
+        except ValueError as error:
+            kept = "" if folder is None else f" The profile is kept: give {str(folder / 'profile')!r} as profile."
+            raise UserError(f"Stage {stage.name!r} has no W: {error}{kept}") from error
 
     def _is_due(self, trainer: L.Trainer, module: RecastModule) -> bool:
         """Whether W must be built anew within a stage."""
@@ -235,7 +266,6 @@ class RenyiProfilerCallback(L.Callback):
         credit.save(folder / "credit")
         figures = {"weights": report.weight_heatmap(credit)}
         if profile is not None:
-            profile.save(folder / "profile")
             totals = dict(zip(profile.rewards, profile.totals[0].tolist(), strict=True))
             for logger in trainer.loggers:
                 logger.log_metrics({f"divergence/{name}": total for name, total in totals.items()}, step=step)

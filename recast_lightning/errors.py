@@ -1,4 +1,4 @@
-"""What ends a run: errors that are the user's to mend, and signals; and lists in their sentences."""
+"""What a run says, and what ends it: errors that are the user's to mend, and signals; and lists in their sentences."""
 
 import signal
 from collections.abc import Sequence
@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 class UserError(ValueError):
     """Raised once a run is under way; the command line shows its sentence alone and exits with 2."""
+
+
+class RunWarning(UserWarning):
+    """Something in a run that is worth a look; no filter, as of `python -W error`, makes the run stop for it."""
 
 
 class Interrupted(Exception):

@@ -1,17 +1,38 @@
-"""Where weights are: embedded (`signboard:NAME`), a local path, or a hub id."""
+"""Where weights are: embedded (`signboard:NAME`), a local path, or a hub id; and `~` in paths of all kinds."""
 
 from __future__ import annotations
 
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from recast_lightning.errors import UserError
 
 EMBEDDED = Path(__file__).parent / "signboard" / "weights"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+
+
+def expand_home(value: Any) -> Any:
+    """Options with the user's folder in place of a leading `~`, wherever they hold a text or a path.
+
+    Args:
+        value: an option, or a namespace, mapping or list of options, to any depth; a namespace is changed in place.
+    """
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    if isinstance(value, Path):
+        return value.expanduser()
+    if isinstance(value, dict):
+        return {name: expand_home(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [expand_home(item) for item in value]
+    if isinstance(value, Namespace):
+        vars(value).update(expand_home(vars(value)))
+    return value
 
 
 def resolve(path: str, what: str = "weights") -> str:

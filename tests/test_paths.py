@@ -1,5 +1,7 @@
 """Weights that are not there: one sentence that says what to do, whichever library asked for them."""
 
+from argparse import Namespace
+from pathlib import Path
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -15,7 +17,7 @@ from integration import tiny
 
 from recast_lightning.cli import main
 from recast_lightning.errors import UserError
-from recast_lightning.paths import reading
+from recast_lightning.paths import expand_home, reading
 from recast_lightning.policy import Policy
 from recast_lightning.rewards import ClipScore, GenEval, HPSv2, Mask2FormerDetector, PickScore
 
@@ -108,3 +110,16 @@ def test_sides_that_the_policy_cannot_draw_are_refused(path, sides, message):
     with pytest.raises(ValueError, match=message):
         Policy(path, max_sequence_length=8, **sides).validate()
     Policy(path, height=48, width=64, max_sequence_length=8).validate()
+
+
+def test_home_is_found_at_any_depth(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    options = Namespace(
+        path="~/a", number=1, none=None, part=Namespace(folder=Path("~/b"), names=["~", "x~/y", {"c": "~/c"}])
+    )
+    expanded = expand_home(options)
+    assert expanded is options
+    assert options.path == "/home/me/a"
+    assert options.part.folder == Path("/home/me/b")
+    assert options.part.names == ["/home/me", "x~/y", {"c": "/home/me/c"}]
+    assert (options.number, options.none) == (1, None)

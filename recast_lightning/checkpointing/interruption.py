@@ -29,6 +29,9 @@ class Interruption:
         self.caught = False
         self._before: dict[int, Any] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Interruption:
+        return self  # a copy of a module is in the same process; the handlers before ours hold the Trainer
+
     def catch_slurm(self) -> None:
         """Handle SIGUSR1 in a SLURM job: Lightning leaves alone what is handled already."""
         if "SLURM_JOB_ID" in os.environ:

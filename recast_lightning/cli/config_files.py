@@ -37,7 +37,7 @@ def check_config_file(path: str) -> None:
     """
     import yaml
 
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         raise ValueError(f"The configuration {path} does not exist or is no file.")
     try:

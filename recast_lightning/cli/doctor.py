@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 from rich.table import Table
 
+from recast_lightning.cli.trainer_checks import check_wandb
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards import RewardModel
 from recast_lightning.training.data import PromptDataModule
@@ -160,6 +161,9 @@ def _logger(logger: Any) -> str:
     if not os.access(existing, os.W_OK):
         raise ValueError(f"{folder} cannot be written to.")
     free = f"{shutil.disk_usage(existing).free / 2**30:.0f} GiB free in {folder}"
-    if isinstance(logger, WandbLogger) and not logger._offline and not os.environ.get("WANDB_API_KEY"):
-        raise Remark(f"{free}; W&B logs at once, and WANDB_API_KEY is not set: log in, or set offline: true")
+    if isinstance(logger, WandbLogger):
+        try:
+            check_wandb(logger)
+        except ValueError as error:
+            raise Remark(f"{free}; {error}") from error
     return free

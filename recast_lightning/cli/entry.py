@@ -9,7 +9,7 @@ from argparse import HelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 
-from recast_lightning.cli.exits import configuring, fail
+from recast_lightning.cli.exits import configuring, fail, importing, interruptible, speak_plainly
 
 TRAINER_COMMANDS = {
     "fit": "train: a profile before each stage, then its rollouts",
@@ -44,7 +44,13 @@ def help_text() -> str:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run `recast` with the given arguments (default: the process's)."""
-    arguments = list(sys.argv[1:] if args is None else args)
+    speak_plainly()
+    with interruptible():
+        _run(list(sys.argv[1:] if args is None else args), args)
+
+
+def _run(arguments: list[str], given: Sequence[str] | None) -> None:
+    """Find the command and run it."""
     command = arguments[0] if arguments else None
     if command in ("-h", "--help"):
         print(help_text())
@@ -63,20 +69,24 @@ def main(args: Sequence[str] | None = None) -> None:
         check_options(arguments)
         check_config_files(arguments)
     os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # LightningCLI calls what is deprecated
     gc.disable()  # modules stay: looking for garbage among them takes seconds now, and some of every rollout later
-    from recast_lightning.cli.lightning_cli import run
+    with importing():
+        from recast_lightning.cli.lightning_cli import run
 
     gc.freeze()
     gc.enable()
-    run(None if args is None else arguments)
+    run(None if given is None else arguments)
 
 
 def _run_plain(command: str, arguments: list[str]) -> None:
     """A command that needs no Trainer."""
-    from recast_lightning.cli.parser import SentenceParser
+    with importing():
+        from recast_lightning.cli.parser import SentenceParser
+        from recast_lightning.paths import expand_home
 
-    module = import_module(f"recast_lightning.cli.{command}")
+        module = import_module(f"recast_lightning.cli.{command}")
     parser = SentenceParser(prog=f"recast {command}", allow_abbrev=False, formatter_class=HelpFormatter)
     module.add_arguments(parser)
     with configuring():
-        module.run(parser.parse_args(arguments))
+        module.run(expand_home(parser.parse_args(arguments)))

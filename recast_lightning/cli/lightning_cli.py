@@ -22,8 +22,10 @@ from recast_lightning.checkpointing.compatibility import check_checkpoint
 from recast_lightning.cli.exits import configuring, fail, running
 from recast_lightning.cli.parser import SentenceParser
 from recast_lightning.cli.sentences import explained, groups_of
-from recast_lightning.cli.trainer import RecastTrainer
+from recast_lightning.cli.trainer import RecastTrainer, budgeted
 from recast_lightning.cli.trainer_checks import check_run, check_trainer
+from recast_lightning.errors import RunWarning
+from recast_lightning.paths import expand_home
 from recast_lightning.report import summary_table
 from recast_lightning.report.record import read_run
 from recast_lightning.training import PromptDataModule, RecastModule
@@ -52,8 +54,7 @@ UNHELPFUL = (  # warnings of libraries about what is meant to be so
 def run(args: list[str] | None) -> None:
     """Parse and run a command that needs a Trainer; the last line of a fit is the path of its report."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for text in UNHELPFUL:
-        warnings.filterwarnings("ignore", f".*{text}.*")
+    sort_warnings()
     with running():
         RecastCLI(
             RecastModule,
@@ -66,6 +67,13 @@ def run(args: list[str] | None) -> None:
             auto_configure_optimizers=False,
             args=args,
         )
+
+
+def sort_warnings() -> None:
+    """Drop the warnings that help nobody, and let those of a run be warnings, whatever the filters before say."""
+    for text in UNHELPFUL:
+        warnings.filterwarnings("ignore", f".*{text}.*")
+    warnings.filterwarnings("always", category=RunWarning)
 
 
 class RecastParser(SentenceParser, LightningArgumentParser):
@@ -119,7 +127,7 @@ class RecastCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """`max_epochs` follows from the stages unless it is given; `--ckpt_path last` from the runs that are there."""
-        config = self.config[self.subcommand] if self.subcommand else self.config
+        config = expand_home(self.config[self.subcommand] if self.subcommand else self.config)
         if config.get("ckpt_path") == "last":
             self._find_last(config)
         for name, value in vars(config.model).items():
@@ -191,7 +199,10 @@ class RecastCLI(LightningCLI):
         items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
         check_run(self.trainer, items if self.subcommand == "fit" else 0)
         profilers = self._callbacks(RenyiProfilerCallback)
-        for profiler in profilers:
+        if self.subcommand == "profile" and profilers:
+            named = self.config[self.subcommand].rewards or budgeted(self.model)
+            profilers[0].validate_measurement(self.model, self.datamodule, named)
+        for profiler in profilers if self.subcommand == "fit" else ():
             profiler.validate_config(self.model, self.datamodule)
         waiting = [stage.name for stage in self.model.credit.stages if stage.credit != "static"]
         if self.subcommand == "fit" and waiting and not profilers:

@@ -89,11 +89,6 @@ class MeasureOnce(L.Callback):
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """See the class."""
         assert isinstance(pl_module, RecastModule)
-        unknown = [name for name in self.rewards if name not in pl_module.rewards]
-        if unknown:
-            raise UserError(
-                f"There is no reward {unknown[0]!r} to profile; configured are {', '.join(pl_module.rewards)}."
-            )
         profile = self.profiler.measure(trainer, pl_module, self.rewards)
         run = run_folder(trainer)
         folder = Path(self.output) if self.output else (run or Path(".")) / "profile"

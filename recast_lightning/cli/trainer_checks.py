@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -72,17 +74,48 @@ def check_run(trainer: L.Trainer, items: int) -> None:
         items: training steps of a rollout on each process; 0 where nothing is trained.
 
     Raises:
-        ValueError: if optimizer steps do not fill a rollout, or the run would have no folder of its own.
+        ValueError: if optimizer steps do not fill a rollout, the run would have no folder of its own, or one that cannot be
+            made, or W&B would ask for a key.
     """
     first = trainer.loggers[0] if trainer.loggers else None
     if first is not None and not isinstance(first, (CSVLogger, TensorBoardLogger, DummyLogger)):
         raise ValueError(
             f"trainer.logger begins with {type(first).__name__}, which gives all runs one folder: put CSVLogger before it."
         )
+    _check_folder(Path(getattr(first, "root_dir", None) or trainer.default_root_dir))
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            check_wandb(logger)
     steps = trainer.accumulate_grad_batches
     if items and items % steps:
         below = max(d for d in range(1, min(steps, items) + 1) if items % d == 0)
         raise ValueError(
             f"trainer.accumulate_grad_batches {steps} does not divide the {items} training steps of a rollout on each "
             f"process, so its last optimizer step would weigh less: take {below}, or another divisor."
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or written to."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"The run's folder {str(folder)!r} cannot be made: {str(there)!r} is a file.")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"The run's folder {str(folder)!r} cannot be made: {str(there)!r} cannot be written to.")
+
+
+def check_wandb(logger: WandbLogger) -> None:
+    """Refuse to log to W&B at once without a key, for which it would ask when the models are loaded.
+
+    Raises:
+        ValueError: saying where a key can be.
+    """
+    import wandb
+
+    mode = logger._wandb_init.get("mode") or os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
+    if logger._offline or mode in ("offline", "dryrun", "disabled") or "WANDB_API_KEY" in os.environ:
+        return
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "WandbLogger logs at once, but W&B has no key: run `wandb login`, or set WANDB_API_KEY or offline: true."
         )

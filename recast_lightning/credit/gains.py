@@ -91,8 +91,8 @@ def normalized_gains(gains: Tensor) -> Tensor:
     Returns:
         g~ with row means 1, [R, T], float64.
     """
-    if gains.ndim != 2 or not gains.isfinite().all():
-        raise ValueError(f"gains must be a finite matrix [rewards, levels], got {gains.tolist()}.")
+    if gains.ndim != 2 or not gains.double().sum(1).isfinite().all():
+        raise ValueError(f"gains must be a finite matrix [rewards, levels] with finite sums, got {gains.tolist()}.")
     gains = gains.double()
     mean = gains.mean(1, keepdim=True)
     flat = (mean <= 0) | (gains == gains[:, :1]).all(1, keepdim=True)

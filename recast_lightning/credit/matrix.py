@@ -190,6 +190,8 @@ def _weights(normalized: Tensor, shares: Tensor, method: Method, temperature: fl
     if method == "static" or (normalized == 1).all():
         return (shares / num_levels).unsqueeze(1).repeat(1, num_levels), 0
     kernel = normalized / temperature
+    if not kernel.isfinite().all():
+        raise ValueError(f"temperature {temperature:g} is too small: gains over it leave float64. Take 0.001 or more.")
     if method == "unprojected":
         return shares.unsqueeze(1) * kernel.softmax(1), 0
     return project(kernel, shares, torch.full((num_levels,), 1 / num_levels, dtype=torch.float64))
@@ -202,8 +204,9 @@ def _shares(budgets: dict[str, float], num_rewards: int) -> Tensor:
     for name, budget in budgets.items():
         if not 0 <= budget < math.inf:
             raise ValueError(f"The budget of {name!r} must be non-negative and finite, got {budget}.")
-    values = torch.tensor(list(budgets.values()), dtype=torch.float64)
-    if not values.any():
+    if not any(budgets.values()):
         given = f"0 for each of {', '.join(budgets)}" if budgets else "none"
         raise ValueError(f"At least one budget must be positive, got {given}.")
+    exponent = math.frexp(max(budgets.values()))[1]  # a power of two, which rounds nothing and keeps the sum finite
+    values = torch.tensor([math.ldexp(budget, -exponent) for budget in budgets.values()], dtype=torch.float64)
     return values / values.sum()

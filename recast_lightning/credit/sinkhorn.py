@@ -23,9 +23,10 @@ def sinkhorn_projection(
         (I - (1 - mu) P) d = e,    P_ij = sum_t W_it W_jt / (c_t sum_t W_it),
 
     which is Sinkhorn's at mu = 1 and Newton's at mu = 0 (Brauer, Clason, Lorenz and Wirth, "A Sinkhorn-Newton method
-    for entropic optimal transport", arXiv 1710.06635). mu falls while steps lower the dual or halve the error, and
-    rises to 1 when they do neither (Levenberg-Marquardt): some 6 iterations for gains as measured, and below 100 for
-    gains of fifty times the mean at a temperature of 0.01 and budgets of a millionth.
+    for entropic optimal transport", arXiv 1710.06635). mu falls while steps lower the dual and rises to 1 when they do
+    not (Levenberg-Marquardt). Where rounding hides how the dual falls, its slope tells: it still falls at the end of
+    the step, so it fell all the way. Some 6 iterations for gains as measured, and below 100 for gains of fifty times
+    the mean at a temperature of 0.01 and budgets of a millionth.
 
     Args:
         log_kernel: log K, finite, [R, T]; taken as a constant (no gradient flows to it).
@@ -68,7 +69,7 @@ def _solve(kernel: Array, r: Array, c: Array, tolerance: float, max_iterations: 
         return np.outer(r, c) / r.sum(), 0
     log_r, total, identity = np.log(r), r.sum(), np.eye(len(r))
     trial = log_r - np.logaddexp.reduce(kernel + np.log(c), axis=1)  # u of half a Sinkhorn iteration: no row is empty
-    s, error, dual, slope, mu = np.zeros_like(r), np.inf, np.inf, 0.0, 1.0
+    s, step, dual, slope, mu = np.zeros_like(r), np.zeros_like(r), np.inf, 0.0, 1.0
     for iteration in range(1, max_iterations + 1):
         log_weights = kernel + trial[:, None]
         top = log_weights.max(0)
@@ -77,12 +78,12 @@ def _solve(kernel: Array, r: Array, c: Array, tolerance: float, max_iterations: 
         weights *= c / scale
         s = weights.sum(1)
         e = log_r - np.log(s)
-        new_error, new_dual = e.max() - e.min(), c @ (top + np.log(scale)) - r @ trial
-        if new_error <= tolerance:  # bounds every |e_i|, as r and s have one total
+        error, new_dual = e.max() - e.min(), c @ (top + np.log(scale)) - r @ trial
+        if error <= tolerance:  # bounds every |e_i|, as r and s have one total
             return weights, iteration
-        better = new_error < error / 2 or new_dual < dual - 0.1 * abs(slope)
-        if mu == 1 or (better and new_error < np.inf):  # Sinkhorn's own step always lowers the dual
-            u, error, dual, gradient = trial, new_error, new_dual, s - r
+        better = new_dual < dual - 0.1 * abs(slope) or (s - r) @ step <= 0
+        if mu == 1 or (better and error < np.inf):  # Sinkhorn's own step always lowers the dual
+            u, dual, gradient = trial, new_dual, s - r
             target = e - s @ e / total  # without the shift of u that changes nothing
             pull = weights @ (weights / c).T / s[:, None]
             np.fill_diagonal(pull, 0)

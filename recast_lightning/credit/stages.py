@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+_LONGEST = 200  # bytes of a name; file systems take 255 with what is added to it
+
 
 @dataclass
 class Stage:
@@ -43,6 +45,8 @@ def check_stages(stages: Sequence[Stage], rewards: Collection[str]) -> None:
             raise ValueError(
                 f"{where}: a stage's name is made of letters, digits, '_', '-' and '.', and begins with neither '-' nor '.'."
             )
+        if len(stage.name.encode()) > _LONGEST:
+            raise ValueError(f"{where}: a stage's name has at most {_LONGEST} bytes, since a folder is called by it.")
         if stage.epochs < 1:
             raise ValueError(f"{where}: epochs must be at least 1, got {stage.epochs}.")
         for name, budget in stage.budgets.items():

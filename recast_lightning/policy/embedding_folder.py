@@ -30,11 +30,13 @@ class EmbeddingFolder:
         made_by: what embeddings depend on, by name, e.g. {"dtype": "bfloat16"}.
 
     Raises:
-        UserError: if the folder holds what something else made.
+        UserError: if the folder is a file, or holds what something else made.
     """
 
     def __init__(self, path: Path, made_by: dict[str, str]) -> None:
         self.path, self.made_by = path, made_by
+        if path.exists() and not path.is_dir():
+            raise UserError(f"embedding_folder {str(path)!r} is a file: name a folder.")
         some = next(path.glob("*.safetensors"), None)
         if some is not None:
             self._read(some)

@@ -60,6 +60,11 @@ class PipelineFolder:
         """Configuration of a part, e.g. `vae`."""
         return self._read(f"{part}/config.json")
 
+    def scheduler_config(self) -> dict[str, Any]:
+        """Configuration of the scheduler; empty where its file is not on this machine yet."""
+        name = "scheduler/scheduler_config.json"
+        return self._read(name) if (self.folder / name).is_file() else {}
+
     def weight_shapes(self) -> dict[str, list[int]]:
         """Name → shape of the transformer's weights, from the headers of its safetensors files.
 

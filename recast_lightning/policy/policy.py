@@ -162,8 +162,7 @@ class Policy(nn.Module):
         if self.compile_blocks:
             compile_blocks(self.family.blocks(self.transformer))
         with torch.device("cpu"):
-            descending = self.family.sigmas(pipeline.scheduler, self.num_steps, self.height, self.width)
-        self.sigmas = descending.flip(0).double()
+            self.sigmas = self.family.levels(pipeline.scheduler, self.num_steps, self.height, self.width)
         self._helpers = {
             "vae": pipeline.vae.eval().requires_grad_(False),
             "encoder": self._prompt_encoder(loader),

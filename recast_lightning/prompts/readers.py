@@ -49,6 +49,13 @@ def _parse_json(line: str, where: str) -> Prompt:
         item = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
+    try:
+        json.dumps(item, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+        raise ValueError(
+            f"{where}: {half} is half of a character (a surrogate without its pair): mend the text."
+        ) from error
     text = item.pop("prompt", None) if isinstance(item, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f'{where}: expected a JSON object with the text of the prompt under the key "prompt".')

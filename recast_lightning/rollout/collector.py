@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from recast_lightning.credit import CreditMatrix
+from recast_lightning.errors import RunWarning
 from recast_lightning.objective import Advantages, optimality_probability
 from recast_lightning.policy import Policy
 from recast_lightning.prompts import Prompt
@@ -142,5 +143,6 @@ class RolloutCollector:
                 warnings.warn(
                     f"Reward {name!r} gave all images of rollout {rollout + 1} the same score, {score:g}: "
                     "it trains nothing as long as that is so (said once).",
+                    RunWarning,
                     stacklevel=2,
                 )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recast_lightning.errors import UserError
+from recast_lightning.errors import RunWarning, UserError
 from recast_lightning.rollout.processes import gather_values
 
 OnNonfinite = Literal["stop", "skip"]
@@ -119,7 +119,7 @@ class FiniteCheck:
                 "learning_rate or a safer precision; on_nonfinite: skip would go on without it."
             )
         if kind not in self._said and not (dist.is_initialized() and dist.get_rank()):
-            warnings.warn(f"{what} is {skip} (said once).", stacklevel=2)
+            warnings.warn(f"{what} is {skip} (said once).", RunWarning, stacklevel=2)
         self._said.add(kind)
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -74,6 +74,10 @@ class ScoringPool:
         self._workers: Workers | None = None
         self._stop: Callable[[], object] = lambda: None
         self._said: set[tuple[str, str]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which starts workers of its own when it needs them."""
+        return {**vars(self), "_pending": deque(), "_workers": None, "_stop": lambda: None}
 
     def submit(self, images: Tensor, prompts: Sequence[Prompt], names: Sequence[str]) -> PendingScores:
         """Start to score images [B, 3, H, W] in [0, 1] by the named rewards; the inline ones are done on return.

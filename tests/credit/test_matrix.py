@@ -75,6 +75,25 @@ def test_only_ratios_of_budgets_matter():
     assert other.budgets == scaled
 
 
+@pytest.mark.parametrize("method", ["recast", "static", "unprojected"])
+@pytest.mark.parametrize("scale", [8e307, 1e-300])
+def test_budgets_at_the_ends_of_float64_count_by_their_ratios(scale, method):
+    scaled = {name: scale * budget for name, budget in BUDGETS.items()}
+    one, other = (CreditMatrix.from_gains(gains(), budgets, method) for budgets in (BUDGETS, scaled))
+    torch.testing.assert_close(other.weights, one.weights)
+
+
+@pytest.mark.parametrize("method", ["recast", "unprojected"])
+def test_a_temperature_that_leaves_float64_is_refused(method):
+    with pytest.raises(ValueError, match="temperature 1e-310 is too small: .* Take 0.001 or more"):
+        CreditMatrix.from_gains(gains(), BUDGETS, method, temperature=1e-310)
+
+
+def test_gains_whose_sum_leaves_float64_are_refused():
+    with pytest.raises(ValueError, match="gains must be a finite matrix"):
+        CreditMatrix.from_gains(gains().clamp(0.5) * 1e308, BUDGETS)
+
+
 def test_a_budget_of_zero_is_a_row_of_zeros_and_leaves_the_others_alone():
     matrix = CreditMatrix.from_gains(gains(), {**BUDGETS, "ocr": 0.0})
     assert (matrix.weights[1] == 0).all()

@@ -180,6 +180,19 @@ def test_the_last_digits_where_the_dual_is_large(seed):
     assert_margins(weights, rows, columns)
 
 
+@pytest.mark.parametrize("temperature", [0.03, 0.01, 0.003, 0.001])
+def test_ordinary_gains_at_small_temperatures(temperature):
+    """Where columns are as good as decided, the dual is flat: rounding hides its falls long before the margins fit."""
+    generator = torch.Generator().manual_seed(0)
+    rising_and_falling = torch.tensor([[1, 2, 3, 4], [0.5, 0.4, 0.3, 0.2]], dtype=F64)
+    whole = [torch.randint(1, 6, (2 + n % 4, 4 + n % 9), generator=generator).double() for n in range(100)]
+    for gains in (rising_and_falling, *whole):
+        rows, columns = (torch.full((size,), 1 / size, dtype=F64) for size in gains.shape)
+        weights, iterations = project(normalized_gains(gains) / temperature, rows, columns)
+        assert iterations < 300
+        assert_margins(weights, rows, columns)
+
+
 def test_a_row_that_loses_every_column_by_thousands_still_gets_its_sum():
     """exp(-2000) is 0 in float64: the row is found in the log domain only."""
     kernel = torch.randn(3, 12, dtype=F64)

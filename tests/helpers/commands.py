@@ -14,8 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen:
-    """`recast` with arguments, in a session of its own, ready to be signalled."""
-    everything = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **environment}
+    """`recast` with arguments, in a session of its own, ready to be signalled. No warning on its way may end it."""
+    everything = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "error",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        **environment,
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "recast_lightning", *arguments],
         env=everything, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -5,12 +5,16 @@ from functools import reduce
 
 import pytest
 import torch
+import wandb
 import yaml
 from helpers.profiles import make_profile
 from integration.tiny import config
+from lightning.pytorch.loggers import WandbLogger
 
+from recast_lightning.checkpointing.compatibility import check_checkpoint
 from recast_lightning.checkpointing.renamed import RENAMED
 from recast_lightning.cli import main
+from recast_lightning.cli.trainer_checks import check_wandb
 from recast_lightning.policy import Policy
 from recast_lightning.policy.families import SD3
 
@@ -73,6 +77,7 @@ CASES = {
     "budgets in a list": ({"model__stages__0__budgets": ["clip"]}, "Stage.budgets: expected a mapping, got ['clip']"),
     "two stages of one name": ({"model__stages__1__name": "warmup"}, "Stage 'warmup' comes twice"),
     "a stage's name as a path": ({"model__stages__0__name": "../up"}, "Stage '../up'"),
+    "a stage's name beyond file names": ({"model__stages__0__name": "ü" * 101}, "a stage's name has at most 200 bytes"),
     "a stage without epochs": ({"model__stages__0__epochs": 0}, "epochs must be at least 1, got 0"),
     "no stages": ({"model__stages": []}, "stages is empty"),
     "no rewards": ({"model__rewards": {}}, "configured are none"),
@@ -110,6 +115,11 @@ CASES = {
     "checkpoint cadence": (
         {"trainer__callbacks__4__init_args": {"every_n_epochs": 0}}, "every_n_epochs must be at least 1, got 0",
     ),
+    "double precision": ({"trainer__precision": "64-true"}, "trainer.precision is '64-true': policies train in 32-true, bf16-mixed"),
+    "a run folder in a file": (
+        {"trainer__logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": __file__}}},
+        "test_misuse.py' is a file",
+    ),
     # policy
     "missing policy path": ({POLICY + "path": "./nowhere"}, "'./nowhere' does not exist"),
     "unknown embedded policy": ({POLICY + "path": "signboard:bas"}, "known are signboard:base"),
@@ -136,6 +146,7 @@ CASES = {
     # profile
     "no profiler": ({"trainer__callbacks": []}, "add RenyiProfilerCallback"),
     "missing profile": ({CALLBACK + "profile": "nowhere"}, "nowhere"),
+    "no proposals": ({CALLBACK + "proposals": None}, "has neither proposals to measure a profile with nor a saved profile"),
     "levels of a profile": ({CALLBACK + "levels": 6}, "levels must be 2 to 3"),
     "levels without T": ({CALLBACK + "levels": [1, 2]}, "levels must lie in 1 ... 3 and hold 3, got [1, 2]"),
     "nested order, one completion": ({CALLBACK + "order": 1.0}, "Order 1 needs at least 2 completions"),
@@ -214,6 +225,14 @@ def test_a_malformed_prompt_file_is_one_sentence(case, tmp_path, capsys):
     assert expected in refused(["fit", "-c", str(config(tmp_path, data__train=str(tmp_path / name)))], capsys)
 
 
+@pytest.mark.parametrize(("command", "credit"), [("fit", "static"), ("validate", "recast")])
+def test_what_will_not_be_used_is_not_checked(tmp_path, command, credit):
+    stages = [{"name": "only", "epochs": 1, "budgets": {"clip": 1}, "credit": credit}]
+    unfit = {CALLBACK + "proposals": None, CALLBACK + "num_prompts": 100, CALLBACK + "levels": 50}
+    with pytest.raises(AssertionError, match="before the configuration was checked"):
+        main([command, "-c", str(config(tmp_path, model__stages=stages, **unfit))])
+
+
 def test_a_profile_of_another_number_of_levels_is_refused(tmp_path, capsys):
     make_profile(("clip", "hpsv2"), 8).save(tmp_path / "profile")
     file = config(tmp_path, **{CALLBACK + "profile": str(tmp_path / "profile")})
@@ -245,6 +264,38 @@ def test_a_checkpoint_of_something_else_is_refused(case, tmp_path, capsys):
     torch.save(content, tmp_path / "last.ckpt")
     error = refused(["fit", "-c", str(config(tmp_path)), "--ckpt_path", str(tmp_path / "last.ckpt")], capsys)
     assert expected in error
+
+
+def test_a_tilde_is_the_users_folder_in_every_path(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "~/runs", "name": "a"}}
+    config(tmp_path, data__train="~/a.csv", trainer__logger=[logger])
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=~/config.yaml", "--ckpt_path", "last"])
+    said = capsys.readouterr()
+    assert f"No run in {tmp_path}/runs/a has a checkpoint yet" in said.out
+    assert f"The prompt file {tmp_path}/a.csv must be" in said.err
+    assert f"ckpt_path '{tmp_path}/no.ckpt'" in refused(["fit", "-c", "~/config.yaml", "--ckpt_path=~/no.ckpt"], capsys)
+    assert f"no recast profile at {tmp_path}/p" in refused(["weights", "~/p"], capsys)
+
+
+@pytest.mark.parametrize("content", [b"hello\n", b"model:\n", b"K\x01.", b"\x80\x04K\x01.", b"\x89PNG\r\n"])
+def test_a_file_of_another_kind_is_no_checkpoint(tmp_path, content):
+    (tmp_path / "notes.txt").write_bytes(content)
+    with pytest.raises(ValueError, match="notes.txt cannot be read as a checkpoint"):
+        check_checkpoint(str(tmp_path / "notes.txt"), Policy(), training=True)
+
+
+def test_wandb_without_a_key_is_refused_unless_it_is_offline(tmp_path, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wandb.teardown()  # it has kept the settings of the environment before
+    with pytest.raises(ValueError, match="W&B has no key: run `wandb login`, or set WANDB_API_KEY or offline: true"):
+        check_wandb(WandbLogger(save_dir=tmp_path))
+    check_wandb(WandbLogger(save_dir=tmp_path, offline=True))
+    check_wandb(WandbLogger(save_dir=tmp_path, mode="disabled"))
+    wandb.teardown()
 
 
 def test_a_truncated_checkpoint_is_refused(tmp_path, capsys):

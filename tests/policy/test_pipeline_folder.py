@@ -37,6 +37,26 @@ def test_options_that_do_not_fit_the_family_are_refused(folders, case):
         Policy(str(folders[name]), **SIZE | options).validate()
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_schedulers_without_levels_that_fall_to_0_are_refused(folders, name):
+    family = Policy(str(folders[name]), **SIZE)._fitting_family(PipelineFolder.find(str(folders[name])))
+    fit = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    assert family.levels(fit, 4, 32, 32).shape == (5,)
+    for scheduler, message in (
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=None),
+            "gives no noise levels: ",
+        ),
+        (diffusers.DDIMScheduler(), "has a DDIMScheduler, which gives no noise levels: "),
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+            "whose levels for 4 steps are 0, .*: they must fall",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            family.levels(scheduler, 4, 32, 32)
+
+
 def test_defaults_are_the_familys_own(folders):
     def family(name, **options):
         return Policy(str(folders[name]), **SIZE, **options)._fitting_family(PipelineFolder.find(str(folders[name])))
@@ -56,6 +76,11 @@ BROKEN = {
     "another class": ("model_index.json", {"_class_name": "QwenImagePipeline"}, "is a QwenImagePipeline, but a policy"),
     "no class": ("model_index.json", {"_class_name": None}, "must be a StableDiffusion3Pipeline or FluxPipeline"),
     "no encoder": ("model_index.json", {"text_encoder_2": [None, None]}, "saved without its text_encoder_2"),
+    "rising levels": (
+        "scheduler/scheduler_config.json",
+        {"invert_sigmas": True},
+        "invert_sigmas, whose noise levels rise",
+    ),
     "no JSON": ("vae/config.json", None, r"vae/config\.json cannot be read as JSON"),
     "no file": ("transformer/config.json", "absent", r"has no transformer/config\.json: it must be a saved diffusers"),
 }

@@ -115,6 +115,8 @@ def test_lines_without_target_are_listed(tmp_path):
         ("p.jsonl", '\n["prompt"]', r"p\.jsonl, line 2: expected a JSON object with the text"),
         ("p.jsonl", '{"text": "a"}', r'line 1: expected a JSON object .* key "prompt"'),
         ("p.jsonl", '{"prompt": "  "}', "line 1: expected a JSON object"),
+        ("p.jsonl", '{"prompt": "a \\ud83d dog"}', r"line 1: \\ud83d is half of a character"),
+        ("p.jsonl", '{"prompt": "a", "ocr": "\\udc80"}', r"line 1: \\udc80 is half of a character"),
         ("p.txt", " \n\n", r"p\.txt holds no prompts"),
         ("p.csv", "a", r"p\.csv must be a \.txt file .* or a \.jsonl file"),
     ],

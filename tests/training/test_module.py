@@ -1,7 +1,11 @@
 """How scores become r and r a loss: failures are left out exactly, and credit differs by level."""
 
+import copy
+import signal
+import threading
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,7 @@ from recast_lightning.credit import CreditMatrix, Stage
 from recast_lightning.errors import UserError
 from recast_lightning.objective import Advantages, NFTLoss
 from recast_lightning.policy import Policy
+from recast_lightning.prompts import Prompt
 from recast_lightning.rewards import OCR, ClipScore
 from recast_lightning.rollout import RolloutBuffer, RolloutOptions, SampleId, ScoringOptions, TrainItem, TrainItems
 from recast_lightning.training import PromptDataModule, RecastModule
@@ -221,3 +226,26 @@ def test_an_item_is_the_same_whenever_it_is_asked_for():
     assert torch.equal(again.noise, item.noise)
     assert torch.equal(again.levels, item.levels)
     assert not torch.equal(other.noise, item.noise)
+
+
+def test_a_module_can_be_copied_in_the_middle_of_a_run():
+    """As callbacks do that average weights; handlers of signals, threads and worker processes stay behind."""
+    rewards = {"b": ThreadedBrightness()}
+    module = RecastModule(Policy(), rewards, [Stage("s", 1, {"b": 1.0})], scoring=ScoringOptions(num_workers=1))
+    lock = threading.Lock()
+    handler = signal.signal(
+        signal.SIGTERM, partial(lambda lock, number, frame: None, lock)
+    )  # as Lightning's hold a Trainer
+    module.interruption.catch()
+    image, names = torch.full((1, 3, 4, 4), 0.5), ["b"]
+    try:
+        module.scoring.score(image, [Prompt("a")], names)
+        twin = copy.deepcopy(module)
+        assert twin.scoring.models["b"] is twin.rewards["b"] is not rewards["b"]
+        assert twin.scoring.score(image, [Prompt("a")], names).item() == 0.5
+        twin.scoring.close()
+        assert module.scoring.score(image, [Prompt("a")], names).item() == 0.5
+    finally:
+        module.scoring.close()
+        module.interruption.release()
+        signal.signal(signal.SIGTERM, handler)

@@ -44,7 +44,8 @@ class Family(ABC):
         guidance: in effect; None for a model without a guidance embedding.
 
     Raises:
-        UserError: if an option does not fit the pipeline, or the pipeline was saved without a text part.
+        UserError: if an option does not fit the pipeline, or the pipeline was saved without a text part or with a scheduler
+            whose levels rise.
     """
 
     name: ClassVar[str]
@@ -66,6 +67,11 @@ class Family(ABC):
         for part in self.used_text_parts:
             if not pipeline.has(part):
                 raise UserError(f"Policy path {self.path!r} was saved without its {part}, which encodes prompts.")
+        if pipeline.scheduler_config().get("invert_sigmas"):
+            raise UserError(
+                f"Policy path {self.path!r} has a scheduler with invert_sigmas, whose noise levels rise: a policy needs "
+                "levels that fall to 0, so set invert_sigmas to false, if the model was trained so."
+            )
         if guidance is not None and self.own_guidance is None:
             raise UserError(f"guidance is {guidance:g}, but {self.path!r} has no guidance embedding: leave it out.")
         self.guidance = self.own_guidance if guidance is None else guidance
@@ -91,6 +97,24 @@ class Family(ABC):
     @abstractmethod
     def sigmas(self, scheduler: Any, num_steps: int, height: int, width: int) -> Tensor:
         """The levels at which the pipeline samples a picture of that size, descending to 0, [num_steps + 1]."""
+
+    def levels(self, scheduler: Any, num_steps: int, height: int, width: int) -> Tensor:
+        """`sigmas`, checked, as a policy keeps them: ascending from 0 to at most 1, float64, [num_steps + 1].
+
+        Raises:
+            UserError: if the scheduler has no such levels.
+        """
+        name = f"Policy path {self.path!r} has a {type(scheduler).__name__}, "
+        try:
+            levels = self.sigmas(scheduler, num_steps, height, width).flip(0).double().cpu()
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise UserError(f"{name}which gives no noise levels: {error}.") from error
+        if len(levels) != num_steps + 1 or levels[0] != 0 or levels[-1] > 1 or not (levels.diff() > 0).all():
+            shown = ", ".join(f"{level:.4g}" for level in levels.flip(0).tolist())
+            raise UserError(
+                f"{name}whose levels for {num_steps} steps are {shown}: they must fall from at most 1 to 0."
+            )
+        return levels
 
     @property
     @abstractmethod

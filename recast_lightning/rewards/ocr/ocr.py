@@ -116,7 +116,7 @@ class OCR(RewardModel):
                     f'The key "ocr" of the prompt {prompt.text!r} is {target!r}: expected the text to be drawn.'
                 )
             region = prompt.metadata.get("text_region", _WHOLE)
-            if len(region) != 4 or not (0 <= region[0] < region[2] <= 1 and 0 <= region[1] < region[3] <= 1):
+            if not _is_region(region):
                 raise ValueError(
                     f'The key "text_region" of the prompt {prompt.text!r} is {region}: '
                     "expected [x0, y0, x1, y1], fractions in [0, 1] with x0 < x1 and y0 < y1."
@@ -199,3 +199,10 @@ def _enlarge(images: Tensor, min_side: int) -> Tensor:
 def _pictures(images: Tensor) -> list[Picture]:
     """Images [B, 3, H, W] in [0, 1] as the engine takes them: blue first."""
     return as_pictures(images.flip(1))
+
+
+def _is_region(region: Any) -> bool:
+    if not isinstance(region, (list, tuple)) or [type(x) in (int, float) for x in region] != [True] * 4:
+        return False
+    x0, y0, x1, y1 = region
+    return 0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1

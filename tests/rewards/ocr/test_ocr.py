@@ -141,6 +141,8 @@ def test_symbols_go_and_full_width_letters_are_narrowed(line_reader, monkeypatch
         ({"ocr": ["x"]}, "expected the text to be drawn"),
         ({"ocr": "x", "text_region": [0, 0, 1]}, r'"text_region" of the prompt \'a cat\' is \[0, 0, 1\]: expected'),
         ({"ocr": "x", "text_region": [0, 0.5, 1, 0.5]}, "x0 < x1 and y0 < y1"),
+        ({"ocr": "x", "text_region": 5}, "is 5: expected"),
+        ({"ocr": "x", "text_region": [0, 0, "1", None]}, "x0 < x1 and y0 < y1"),
     ],
 )
 def test_prompts_are_checked_first(metadata, message):
