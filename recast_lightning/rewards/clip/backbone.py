@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from recast_lightning.paths import reading, resolve
 from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.checkpoints import check_fit
-from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop
+from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop_to_even
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -50,7 +50,7 @@ class ClipBackbone:
         key: Hashable,
         mean: Sequence[float] = MEAN,
         std: Sequence[float] = STD,
-        fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
+        fit: Callable[[Tensor, int], Tensor] = shortest_side_crop_to_even,
         batch_size: int = 64,
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
@@ -132,7 +132,7 @@ def shared_clip(
     batch_size: int = 64,
     *,
     device: torch.device = _CPU,
-    fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
+    fit: Callable[[Tensor, int], Tensor] = shortest_side_crop_to_even,
     read: "Callable[[str, torch.dtype, str], CLIPModel] | None" = None,
     user: str = "clip",
 ) -> ClipBackbone:

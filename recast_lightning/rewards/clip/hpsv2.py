@@ -1,5 +1,6 @@
 """HPSv2: a CLIP fine-tuned on human preferences (Wu et al. 2023), in open_clip's or transformers' layout."""
 
+import html
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class HPSv2(ClipSimilarity):
             else ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K``, the architecture that HPSv2 starts from.
         dtype: Precision of the model.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
     """
 
     name = "hpsv2"
@@ -47,13 +49,20 @@ class HPSv2(ClipSimilarity):
         processor: str | None = None,
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
     ) -> None:
-        super().__init__(model, processor, dtype, batch_size)
+        super().__init__(model, processor, dtype, batch_size, differentiable)
         self.filename = filename
 
     def from_cosine(self, cosine: Tensor, logit_scale: Tensor) -> Tensor:
         """Turn cosine similarities [B] into scores [B]."""
         return cosine
+
+    def clean(self, text: str) -> str:
+        """Mend encodings and quotation marks and resolve HTML, as open_clip's tokenizer does and transformers' does not."""
+        import ftfy
+
+        return html.unescape(html.unescape(ftfy.fix_text(text))).strip().lower()
 
     def resolve_model(self) -> str:
         """The local folder, local file, or hub id of the model."""
