@@ -18,7 +18,7 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 
 def as_pictures(images: Tensor) -> list[Picture]:
     """Images [B, 3, H, W] in [0, 1] as arrays [H, W, 3], rounded to 8 bits a channel."""
-    return list((images.detach() * 255).round().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy())
+    return list(images.detach().mul(255).round_().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy())
 
 
 def shortest_side_crop(images: Tensor, size: int, *, exact: bool = True) -> Tensor:
@@ -42,7 +42,8 @@ def longest_side_pad(images: Tensor, size: int, *, exact: bool = True) -> Tensor
     As HPSv2 does, which scales float tensors and leaves what bicubic interpolation shoots beyond [0, 1].
     """
     if exact:
-        images = _as_images(_published(images), images.device)
+        _check_no_gradients(images)
+        images = images.mul(255).round_().div_(255)
     scale = size / max(images.shape[-2:])
     height, width = (max(1, round(side * scale)) for side in images.shape[-2:])
     images = _interpolate(images, height, width)
@@ -55,9 +56,10 @@ def _scale_shorter_side(images: Tensor, size: int, exact: bool) -> Tensor:
     height, width = (size * side // min(images.shape[-2:]) for side in images.shape[-2:])
     if not exact:
         return _interpolate(images, height, width).clamp(0, 1)
-    pictures = [Image.fromarray(picture) for picture in _published(images)]
+    _check_no_gradients(images)
+    pictures = [Image.fromarray(picture) for picture in as_pictures(images)]
     scaled = [np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC)) for picture in pictures]
-    return _as_images(scaled, images.device)
+    return torch.from_numpy(np.stack(scaled)).to(images.device).permute(0, 3, 1, 2).contiguous().float() / 255
 
 
 def _interpolate(images: Tensor, height: int, width: int) -> Tensor:
@@ -70,12 +72,6 @@ def _crop(images: Tensor, size: int, top: int, left: int) -> Tensor:
     return images[..., top : top + size, left : left + size]
 
 
-def _published(images: Tensor) -> list[Picture]:
-    """The 8-bit pictures that published scorers read."""
+def _check_no_gradients(images: Tensor) -> None:
     if images.requires_grad and torch.is_grad_enabled():
         raise ValueError("No gradients pass 8-bit pictures, which scores are of by default: set differentiable: true.")
-    return as_pictures(images)
-
-
-def _as_images(pictures: list[Picture], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.stack(pictures)).to(device).permute(0, 3, 1, 2).contiguous().float() / 255

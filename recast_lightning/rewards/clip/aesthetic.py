@@ -81,6 +81,7 @@ class Aesthetic(ClipReward):
             raise ValueError(f"{path} does not fit the aesthetic head: layers.0.weight has {first.ndim} dimensions.")
         head = ScoreHead(first.shape[1]).eval().requires_grad_(False)
         load_strictly(head, tensors, path, "the aesthetic head")
+        head.float()
         clip = self._load_clip()
         width = clip.model.config.projection_dim
         if first.shape[1] != width:

@@ -166,7 +166,7 @@ def test_missing_weights_are_found_before_loading(published, tmp_path):
     with pytest.raises(ValueError, match=r'model folder .* holds no file "ImageReward\.pt": give the path of the file'):
         ImageReward(str(tmp_path), tokenizer=folder).validate()
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"notes\.txt is none of \.pt, \.pth, \.safetensors"):
+    with pytest.raises(ValueError, match=r"notes\.txt is none of \.pt, \.pth, \.bin, \.safetensors"):
         ImageReward(str(tmp_path / "notes.txt"), tokenizer=folder).validate()
     with pytest.raises(ValueError, match=r"image_reward tokenizer path '\./none' does not exist"):
         ImageReward(folder, tokenizer="./none").validate()

@@ -137,7 +137,7 @@ def test_weights_follow_the_device_and_stay_out_of_the_module_tree(reward):
         (lambda s: s.update({"layers.0.weight": torch.zeros(3)}), "layers.0.weight has 1 dimensions"),
         (lambda s: s.update({"layers.0.weight": torch.zeros(1024, 7)}), "embeddings of 7 numbers, and .* gives 24"),
         (lambda s: s.update(note="text"), "holds no state dict: expected names and tensors only"),
-        (lambda s: s.update(code=pytest), "cannot be read as a file of weights"),
+        (lambda s: s.update(code=pytest), "holds a logging.error and is not read, since such things can run code"),
     ],
 )
 def test_other_tensors_are_refused(published, tmp_path, change, message):
@@ -153,13 +153,6 @@ def test_other_tensors_are_refused(published, tmp_path, change, message):
 class Runs:
     def __reduce__(self):
         return logging.error, ("ran",)
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_broken_file_is_one_sentence(published, tmp_path, suffix):
-    (tmp_path / f"broken{suffix}").write_bytes(b"no weights at all")
-    with pytest.raises(ValueError, match=rf"broken{suffix} cannot be read as a file of weights \(\w+\)\.$"):
-        Aesthetic(str(published[0]), str(tmp_path / f"broken{suffix}")).load()
 
 
 def test_missing_weights_are_found_before_loading(published, tmp_path, monkeypatch):

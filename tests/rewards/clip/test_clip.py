@@ -278,7 +278,9 @@ def test_hub_errors_are_one_sentence(monkeypatch, laion):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True, raising=False)
     processor = str(laion[1])
-    with pytest.raises(ValueError, match='found no CLIP model in "nobody/nothing-here", neither here nor on the hub'):
+    with pytest.raises(
+        ValueError, match='found no model of the type "clip" in "nobody/nothing-here", neither here nor on the hub'
+    ):
         ClipScore("nobody/nothing-here", processor=processor).load()
     with pytest.raises(ValueError, match=r'found no file "HPS_v2.1_compressed\.pt" in "nobody/nothing-here"'):
         HPSv2("nobody/nothing-here", processor=processor).load()
