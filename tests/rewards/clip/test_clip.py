@@ -232,6 +232,7 @@ def test_signboards_judges_read_floats_as_when_they_were_trained(images):
     [
         ("a “sign” that’s ok", 'a "sign" that\'s ok'),
         ("salt &amp;amp; pepper", "salt & pepper"),
+        ("<b>salt &amp;amp; pepper", "<b>salt & pepper"),  # ftfy leaves HTML alone where there is a tag
         ("Ｆｕｌｌ ｗｉｄｔｈ, ﬁne", "full width, fine"),
         ("donâ€™t", "don't"),
         (" ΟΔΟΣ ", "οδος"),
