@@ -21,7 +21,7 @@ from PIL import Image
 from torch import nn
 
 FOLDER = Path(sys.argv[1])
-STATES = {name: torch.load(FOLDER / f"{name}.pt")["state_dict"] for name in ("clip", "hpsv2")}
+STATES = {name: torch.load(FOLDER / f"{name}.pt", weights_only=True)["state_dict"] for name in ("clip", "hpsv2")}
 IMAGE_SIZE = json.loads((FOLDER / "clip" / "config.json").read_text())["vision_config"]["image_size"]
 CLIP_WIDTH = STATES["clip"]["ln_final.weight"].shape[0]
 
@@ -40,9 +40,13 @@ def count_layers(state, prefix):
 
 def transformers_clip(name, divisor):
     """ClipScore and PickScore: transformers' model, image processor and tokenizer."""
-    from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
+    from safetensors.torch import load_file
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizerFast
 
-    model = CLIPModel.from_pretrained(FOLDER / name).eval()
+    model = CLIPModel(CLIPConfig.from_pretrained(FOLDER / name)).eval()
+    left = model.load_state_dict(load_file(FOLDER / name / "model.safetensors"), strict=False)
+    assert not left.unexpected_keys, left
+    assert all(key.endswith("position_ids") for key in left.missing_keys), left  # ranges, which a newer one leaves out
     square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     images = CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=square)
     tokenizer = CLIPTokenizerFast(str(FOLDER / "vocab.json"), str(FOLDER / "merges.txt"))
@@ -95,7 +99,7 @@ def aesthetic():
     sizes = (model.text_projection.shape[1], 1024, 128, 64, 16, 1)
     linear = [nn.Linear(*pair) for pair in pairwise(sizes)]
     head = nn.Sequential(linear[0], nn.Dropout(), linear[1], nn.Dropout(), linear[2], nn.Dropout(), *linear[3:]).eval()
-    state = torch.load(FOLDER / "aesthetic-model.pth", map_location="cpu")  # LAION saved it on a GPU
+    state = torch.load(FOLDER / "aesthetic-model.pth", map_location="cpu", weights_only=True)  # LAION saved it on a GPU
     head.load_state_dict({key.removeprefix("layers."): value for key, value in state.items()})
 
     def score(image, prompt):
@@ -114,7 +118,7 @@ def image_reward():
     from ImageReward.models.BLIP.vit import VisionTransformer
     from transformers import BertTokenizer
 
-    state = torch.load(FOLDER / "ImageReward.pt")
+    state = torch.load(FOLDER / "ImageReward.pt", weights_only=True)
     vision = state["blip.visual_encoder.cls_token"].shape[2]
     text = state["blip.text_encoder.embeddings.LayerNorm.weight"].shape[0]
     config = BertConfig(
