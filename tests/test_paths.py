@@ -61,7 +61,7 @@ def test_the_cache_alone_is_to_blame_only_if_offline(monkeypatch):
 
 def test_what_is_wrong_with_a_local_folder_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="clip_score found no CLIP model in .* not a valid JSON"):
+    with pytest.raises(UserError, match='clip_score found no model of the type "clip" in .* not a valid JSON'):
         ClipScore(str(tmp_path), processor="signboard:clip").load()
 
 

@@ -53,7 +53,7 @@ class RewardModel(nn.Module, ABC):
 
     name: str
     needs: tuple[str, ...] = ()
-    differentiable: ClassVar[bool] = False
+    differentiable: bool = False
     score_range: tuple[float, float] = (0.0, 1.0)
     version: str = ""
     licence: str = ""
@@ -247,14 +247,18 @@ def _as_unit_float(images: Tensor) -> Tensor:
     return torch.where(images.isfinite(), images.clamp(0, 1), torch.nan)
 
 
-def check_options(dtype: str, batch_size: int, known: Sequence[str] = get_args(DType)) -> None:
-    """Check the options of a reward with a network of its own: precision and batch size.
+def check_options(
+    dtype: str, batch_size: int, differentiable: bool = False, known: Sequence[str] = get_args(DType)
+) -> None:
+    """Check the options of a reward with a network of its own: precision, batch size, and whether gradients pass.
 
     Raises:
         ValueError: If one is wrong.
     """
     check_ranges({"batch_size": batch_size}, {"batch_size": "[1, inf)"})
     check_choice("dtype", dtype, known)
+    if not isinstance(differentiable, bool):
+        raise ValueError(f"differentiable is {differentiable!r}: expected True or False.")
 
 
 def check_choice(name: str, value: str, known: Sequence[str]) -> None:

@@ -18,6 +18,20 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
+def noise(number: int, height: int, width: int) -> Tensor:
+    """Pictures [number, 3, height, width] in [0, 1], in 8 bits a channel."""
+    return torch.randint(256, (number, 3, height, width), generator=torch.Generator().manual_seed(0)) / 255
+
+
+def by_pillow(image: Tensor, size: int) -> Tensor:
+    """The square [1, 3, size, size] in [0, 1] that torchvision's Resize (bicubic) and CenterCrop cut out of a picture."""
+    short = min(image.shape[1:])
+    high, wide = (int(size * side / short) for side in image.shape[1:])
+    scaled = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((wide, high), Image.Resampling.BICUBIC)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
+    return to_tensor(scaled.crop((left, top, left + size, top + size)))[None] / 255
+
+
 def text_picture(*lines: str, size: tuple[int, int] = (256, 96), height: int = 40) -> Tensor:
     """Black lines of text on white, uint8 [3, H, W]."""
     image = Image.new("RGB", size, "white")

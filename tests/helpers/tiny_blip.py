@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertTokenizer
 
-VISION, TEXT, LAYERS, IMAGE, PATCH, HEAD_WIDTH = 128, 192, 2, 32, 8, 64
+VISION, TEXT, LAYERS, IMAGE, HEAD_WIDTH = 128, 192, 2, 32, 64
 WORDS = ["a", "red", "cat", "two", "dogs", "sign", "blue", "on"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 UNKNOWN, FIRST, LAST = 1, 2, 3
@@ -51,11 +51,11 @@ class VisionBlock(nn.Module):
 
 
 class Vision(nn.Module):
-    def __init__(self):
+    def __init__(self, image: int, patch: int):
         super().__init__()
         self.cls_token = nn.Parameter(torch.randn(1, 1, VISION))
-        self.pos_embed = nn.Parameter(0.5 * torch.randn(1, 1 + (IMAGE // PATCH) ** 2, VISION))
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, VISION, PATCH, PATCH)})
+        self.pos_embed = nn.Parameter(0.5 * torch.randn(1, 1 + (image // patch) ** 2, VISION))
+        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, VISION, patch, patch)})
         self.blocks = nn.ModuleList(VisionBlock() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(VISION, eps=1e-6)
 
@@ -96,11 +96,11 @@ class TextBlock(nn.Module):
 
 
 class Text(nn.Module):
-    def __init__(self):
+    def __init__(self, vocabulary: int):
         super().__init__()
         self.embeddings = nn.ModuleDict(
             {
-                "word_embeddings": nn.Embedding(len(VOCABULARY) + 2, TEXT),
+                "word_embeddings": nn.Embedding(vocabulary, TEXT),
                 "position_embeddings": nn.Embedding(40, TEXT),
                 "LayerNorm": nn.LayerNorm(TEXT, eps=1e-12),
             }
@@ -119,13 +119,13 @@ class Text(nn.Module):
 class ReferenceImageReward(nn.Module):
     """ImageReward with the names of its published file."""
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed: int = 0, vocabulary: int = len(VOCABULARY) + 2, image: int = IMAGE, patch: int = 8):
         super().__init__()
         torch.manual_seed(seed)
         self.blip = nn.ModuleDict(
             {
-                "visual_encoder": Vision(),
-                "text_encoder": Text(),
+                "visual_encoder": Vision(image, patch),
+                "text_encoder": Text(vocabulary),
                 "vision_proj": nn.Linear(VISION, 8),
                 "text_proj": nn.Linear(TEXT, 8),
             }

@@ -1,7 +1,9 @@
 """Tiny CLIP checkpoints of the true architecture, and a forward pass written independently of transformers."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,20 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from recast_lightning.rewards.clip.hpsv2 import from_open_clip
 
-WIDTH, HEADS, LAYERS, EMBED, IMAGE, PATCH, CONTEXT = 128, 2, 2, 24, 32, 8, 24
+WIDTH, HEADS, LAYERS, EMBED, IMAGE, CONTEXT = 128, 2, 2, 24, 32, 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789\"'.,!?-"
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.25, 0.2)  # not CLIP's own, so that ignoring the file shows
+
+
+class Sizes(NamedTuple):
+    vocabulary: int = 2 * len(LETTERS) + 2
+    context: int = CONTEXT
+    embed: int = EMBED
+    image: int = IMAGE
+    patch: int = 8
+
+
+SIZES = Sizes()
 
 
 def build_tokenizer() -> CLIPTokenizer:
@@ -22,13 +35,28 @@ def build_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=[], unk_token="<|endoftext|>", model_max_length=CONTEXT)
 
 
+def build_byte_tokenizer(merges: Sequence[tuple[str, str]]) -> CLIPTokenizer:
+    """CLIP's own on bytes, which pairs of tokens are merged from; without merges, a token is a byte."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(256 - len(plain))]
+    tokens = [
+        *letters,
+        *(letter + "</w>" for letter in letters),
+        *map("".join, merges),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocab, merges=list(merges), unk_token="<|endoftext|>", model_max_length=77)
+
+
 class Block(nn.Module):
     def __init__(self, act):
         super().__init__()
         self.act = act
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 2 * WIDTH), "c_proj": nn.Linear(2 * WIDTH, WIDTH)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 4 * WIDTH), "c_proj": nn.Linear(4 * WIDTH, WIDTH)})
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         y = self.ln_1(x)
@@ -48,14 +76,14 @@ class Tower(nn.Module):
 
 
 class Visual(nn.Module):
-    def __init__(self, act):
+    def __init__(self, act, sizes: Sizes):
         super().__init__()
         self.class_embedding = nn.Parameter(torch.randn(WIDTH))
-        self.positional_embedding = nn.Parameter(0.5 * torch.randn(1 + (IMAGE // PATCH) ** 2, WIDTH))
-        self.conv1 = nn.Conv2d(3, WIDTH, PATCH, PATCH, bias=False)
+        self.positional_embedding = nn.Parameter(0.5 * torch.randn(1 + (sizes.image // sizes.patch) ** 2, WIDTH))
+        self.conv1 = nn.Conv2d(3, WIDTH, sizes.patch, sizes.patch, bias=False)
         self.ln_pre, self.ln_post = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.transformer = Tower(act)
-        self.proj = nn.Parameter(torch.randn(WIDTH, EMBED))
+        self.proj = nn.Parameter(torch.randn(WIDTH, sizes.embed))
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.conv1(pixels).flatten(2).transpose(1, 2)
@@ -66,17 +94,17 @@ class Visual(nn.Module):
 class ReferenceCLIP(nn.Module):
     """CLIP as open_clip lays it out."""
 
-    def __init__(self, quick_gelu: bool = False, seed: int = 0):
+    def __init__(self, quick_gelu: bool = False, seed: int = 0, sizes: Sizes = SIZES):
         super().__init__()
         torch.manual_seed(seed)
         act = (lambda x: x * torch.sigmoid(1.702 * x)) if quick_gelu else F.gelu
         self.logit_scale = nn.Parameter(torch.tensor(3.5))
-        self.token_embedding = nn.Embedding(2 * len(LETTERS) + 2, WIDTH)
-        self.positional_embedding = nn.Parameter(0.5 * torch.randn(CONTEXT, WIDTH))
+        self.token_embedding = nn.Embedding(sizes.vocabulary, WIDTH)
+        self.positional_embedding = nn.Parameter(0.5 * torch.randn(sizes.context, WIDTH))
         self.transformer = Tower(act)
         self.ln_final = nn.LayerNorm(WIDTH)
-        self.text_projection = nn.Parameter(torch.randn(WIDTH, EMBED))
-        self.visual = Visual(act)
+        self.text_projection = nn.Parameter(torch.randn(WIDTH, sizes.embed))
+        self.visual = Visual(act, sizes)
         for parameter in self.parameters():  # biases and norms away from 0 and 1, so that swapping them shows
             parameter.data += 0.1 * torch.randn(parameter.shape)
 
@@ -110,25 +138,36 @@ def save_processor(folder: Path) -> None:
 def save_transformers(folder: Path, *, quick_gelu: bool, processor: bool = True, seed: int = 0) -> ReferenceCLIP:
     """Write a CLIPModel folder; returns the reference that holds the same weights."""
     reference = ReferenceCLIP(quick_gelu, seed)
-    vocab = 2 * len(LETTERS) + 2
+    save_model(folder, reference, quick_gelu)
+    if processor:
+        save_processor(folder)
+    return reference
+
+
+def save_model(folder: Path, reference: ReferenceCLIP, quick_gelu: bool, sizes: Sizes = SIZES) -> None:
+    """Write the weights of a reference as a CLIPModel folder without tokenizer."""
     common = {
         "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
+        "intermediate_size": 4 * WIDTH,
         "num_attention_heads": HEADS,
         "num_hidden_layers": LAYERS,
         "hidden_act": "quick_gelu" if quick_gelu else "gelu",
-        "projection_dim": EMBED,
+        "projection_dim": sizes.embed,
     }
-    special = {"bos_token_id": vocab - 2, "eos_token_id": vocab - 1, "pad_token_id": vocab - 1}
+    last = sizes.vocabulary - 1
+    text = {
+        "vocab_size": sizes.vocabulary,
+        "max_position_embeddings": sizes.context,
+        "bos_token_id": last - 1,
+        "eos_token_id": last,
+        "pad_token_id": last,
+    }
     model = CLIPModel(
         CLIPConfig(
-            text_config={**common, **special, "vocab_size": vocab, "max_position_embeddings": CONTEXT},
-            vision_config={**common, "image_size": IMAGE, "patch_size": PATCH},
-            projection_dim=EMBED,
+            text_config={**common, **text},
+            vision_config={**common, "image_size": sizes.image, "patch_size": sizes.patch},
+            projection_dim=sizes.embed,
         )
     )
     model.load_state_dict(from_open_clip(reference.state_dict()))
     model.save_pretrained(folder)
-    if processor:
-        save_processor(folder)
-    return reference

@@ -115,7 +115,7 @@ CASES = {
     "checkpoint cadence": (
         {"trainer__callbacks__4__init_args": {"every_n_epochs": 0}}, "every_n_epochs must be at least 1, got 0",
     ),
-    "double precision": ({"trainer__precision": "64-true"}, "trainer.precision is '64-true': policies train in 32-true, bf16-mixed"),
+    "double precision": ({"trainer__precision": "64-true"}, "trainer.precision is '64-true': policies train in 32-true,"),
     "a run folder in a file": (
         {"trainer__logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": __file__}}},
         "test_misuse.py' is a file",

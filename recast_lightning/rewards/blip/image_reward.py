@@ -13,22 +13,12 @@ from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.rewards.base import DType, PositiveMap, RewardModel, check_options, require_package
 from recast_lightning.rewards.blip.model import BlipScorer, load_blip_scorer
 from recast_lightning.rewards.checkpoints import check_file, fetch
-from recast_lightning.rewards.preprocessing import MEAN, STD, scale_shorter_side
+from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop_to_even
 
 _log = logging.getLogger(__name__)
 
 _TOKEN_LIMIT = 35
 _SCORE_MEAN, _SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the published model on its training images
-
-
-def fit_image(images: Tensor, size: int) -> Tensor:
-    """Scale the shorter side to `size` (bicubic) and cut out the centre: [B, 3, H, W] -> [B, 3, size, size].
-
-    An odd remainder is halved and rounded to the even number, as torchvision's CenterCrop does.
-    """
-    images = scale_shorter_side(images, size)
-    top, left = (round((side - size) / 2) for side in images.shape[-2:])
-    return images[..., top : top + size, left : left + size]
 
 
 class ImageReward(RewardModel):
@@ -40,11 +30,11 @@ class ImageReward(RewardModel):
         tokenizer: A local folder with BERT's tokenizer, or a hub id.
         dtype: Precision of the two encoders; the head computes in float32.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
         positive_map: Needed for a profile, see :meth:`RewardModel.positive`.
     """
 
     name = "image_reward"
-    differentiable = True
     score_range = (-math.inf, math.inf)
     version = "ImageReward-v1.0"
     licence = "Apache-2.0"
@@ -57,15 +47,17 @@ class ImageReward(RewardModel):
         tokenizer: str = "google-bert/bert-base-uncased",
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
         positive_map: PositiveMap | None = None,
     ) -> None:
         super().__init__(positive_map)
-        check_options(dtype, batch_size)
+        check_options(dtype, batch_size, differentiable)
         self.model = model
         self.filename = filename
         self.tokenizer = tokenizer
         self.dtype = dtype
         self.batch_size = batch_size
+        self.differentiable = differentiable
         self._warned = False
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -78,8 +70,10 @@ class ImageReward(RewardModel):
         scores = []
         for i in range(0, len(images), self.batch_size):
             part = slice(i, i + self.batch_size)
-            pixels = (fit_image(images[part].to(self._device), model.image_size) - mean) / std
-            scores.append(model(pixels, tokens[part], mask[part]))
+            square = shortest_side_crop_to_even(
+                images[part].to(self._device), model.image_size, exact=not self.differentiable
+            )
+            scores.append(model((square - mean) / std, tokens[part], mask[part]))
         return (torch.cat(scores) - _SCORE_MEAN) / _SCORE_STD
 
     def _tokenize(self, tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:

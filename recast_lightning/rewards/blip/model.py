@@ -74,9 +74,12 @@ def load_blip_scorer(path: str, dtype: torch.dtype) -> BlipScorer:
     Raises:
         ValueError: If the tensors are not those of such a model.
     """
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
     source = read_tensors(path)
     try:
-        model = BlipScorer(*_sizes(source))
+        with init_empty_weights(include_buffers=False):
+            model = BlipScorer(*_sizes(source))
     except KeyError as error:
         raise ValueError(f"{path} is no ImageReward checkpoint: it has no tensor {error}.") from error
     except IndexError as error:
@@ -84,6 +87,7 @@ def load_blip_scorer(path: str, dtype: torch.dtype) -> BlipScorer:
     load_strictly(model, from_published(source), path, "an ImageReward model of its own sizes")
     model.vision.to(dtype)
     model.text.to(dtype)
+    model.mlp.float()
     return model.eval().requires_grad_(False)
 
 

@@ -12,6 +12,7 @@ from recast_lightning.rewards.base import DType, PositiveMap
 from recast_lightning.rewards.checkpoints import check_file, fetch, load_strictly, read_tensors
 from recast_lightning.rewards.clip.backbone import ClipBackbone
 from recast_lightning.rewards.clip.reward import ClipReward
+from recast_lightning.rewards.preprocessing import shortest_side_crop_to_even
 from recast_lightning.rewards.score_head import ScoreHead
 
 
@@ -29,6 +30,7 @@ class Aesthetic(ClipReward):
         processor: Where tokenizer and image statistics come from. None: the folder of the CLIP model.
         dtype: Precision of the CLIP model; the head computes in float32.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
         positive_map: See :meth:`RewardModel.positive`; scores below 0 are possible but not usual.
     """
 
@@ -36,6 +38,7 @@ class Aesthetic(ClipReward):
     version = "sac+logos+ava1-l14-linearMSE"
     licence = "Apache-2.0 (CLIP below it: not verified)"
     score_range = (-math.inf, math.inf)
+    _fit = staticmethod(shortest_side_crop_to_even)
 
     def __init__(
         self,
@@ -46,9 +49,10 @@ class Aesthetic(ClipReward):
         processor: str | None = None,
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
         positive_map: PositiveMap | None = "floor",
     ) -> None:
-        super().__init__(clip, processor, dtype, batch_size, positive_map)
+        super().__init__(clip, processor, dtype, batch_size, differentiable, positive_map)
         self.head = head
         self.filename = filename
 
@@ -77,6 +81,7 @@ class Aesthetic(ClipReward):
             raise ValueError(f"{path} does not fit the aesthetic head: layers.0.weight has {first.ndim} dimensions.")
         head = ScoreHead(first.shape[1]).eval().requires_grad_(False)
         load_strictly(head, tensors, path, "the aesthetic head")
+        head.float()
         clip = self._load_clip()
         width = clip.model.config.projection_dim
         if first.shape[1] != width:

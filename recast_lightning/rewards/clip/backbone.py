@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from recast_lightning.paths import reading, resolve
 from recast_lightning.rewards.base import DType
-from recast_lightning.rewards.checkpoints import check_fit
-from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop
+from recast_lightning.rewards.checkpoints import check_fit, check_model_type, whole
+from recast_lightning.rewards.preprocessing import MEAN, STD, shortest_side_crop_to_even
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -50,7 +50,7 @@ class ClipBackbone:
         key: Hashable,
         mean: Sequence[float] = MEAN,
         std: Sequence[float] = STD,
-        fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
+        fit: Callable[[Tensor, int], Tensor] = shortest_side_crop_to_even,
         batch_size: int = 64,
     ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
@@ -132,7 +132,7 @@ def shared_clip(
     batch_size: int = 64,
     *,
     device: torch.device = _CPU,
-    fit: Callable[[Tensor, int], Tensor] = shortest_side_crop,
+    fit: Callable[[Tensor, int], Tensor] = shortest_side_crop_to_even,
     read: "Callable[[str, torch.dtype, str], CLIPModel] | None" = None,
     user: str = "clip",
 ) -> ClipBackbone:
@@ -162,6 +162,12 @@ def shared_clip(
     mean, std = read_image_statistics(processor)
     key = (path, _stamp(path), dtype)
     clip = _share(key, device, lambda: (read or read_clip)(path, getattr(torch, dtype), user).to(device))
+    known = clip.config.text_config.vocab_size
+    if len(tokenizer) != known or tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{path} knows {known} tokens, and the tokenizer of {processor} has {len(tokenizer)}: "
+            "name the one that the model was trained with as `processor`."
+        )
     return ClipBackbone(clip, tokenizer, key=key, mean=mean, std=std, fit=fit, batch_size=batch_size)
 
 
@@ -196,7 +202,8 @@ def read_clip(path: str, dtype: torch.dtype, user: str) -> "CLIPModel":
     """
     from transformers import CLIPModel
 
-    with reading(f"{user} found no CLIP model", path):
+    check_model_type(path, "clip", user)
+    with whole(path), reading(f"{user} found no CLIP model", path):
         model, info = CLIPModel.from_pretrained(
             path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )
@@ -220,7 +227,10 @@ def read_image_statistics(path: str) -> tuple[Sequence[float], Sequence[float]]:
     for name in ("preprocessor_config.json", "processor_config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            config = json.loads(Path(file).read_text(encoding="utf-8"))
+            try:
+                config = json.loads(Path(file).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{file} is no JSON: {error}.") from error
             config = config.get("image_processor", config)
             return config.get("image_mean", MEAN), config.get("image_std", STD)
     return MEAN, STD

@@ -16,6 +16,7 @@ class ClipScore(ClipSimilarity):
         processor: Where tokenizer and image statistics come from. None: the folder of the model.
         dtype: Precision of the model.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
     """
 
     name = "clip_score"
@@ -29,8 +30,9 @@ class ClipScore(ClipSimilarity):
         processor: str | None = None,
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
     ) -> None:
-        super().__init__(model, processor, dtype, batch_size)
+        super().__init__(model, processor, dtype, batch_size, differentiable)
 
     def from_cosine(self, cosine: Tensor, logit_scale: Tensor) -> Tensor:
         """Turn cosine similarities [B] into scores [B]."""

@@ -1,5 +1,6 @@
 """HPSv2: a CLIP fine-tuned on human preferences (Wu et al. 2023), in open_clip's or transformers' layout."""
 
+import html
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +25,14 @@ class HPSv2(ClipSimilarity):
     Images keep their proportions: the longer side is scaled to the model's size and the rest is black.
 
     Args:
-        model: ``signboard:hpsv2``, a local folder with a transformers CLIPModel, a local open_clip file (.pt or
-            .safetensors), or a hub id.
-        filename: The open_clip file to take from a hub repository. None: the repository is in transformers' layout.
+        model: ``signboard:hpsv2``, a local open_clip file (.pt, .bin or .safetensors), a local folder with `filename`
+            or with a transformers CLIPModel, or a hub id.
+        filename: The open_clip file to take from a folder or hub repository. None: it is in transformers' layout.
         processor: Where tokenizer and image statistics come from. None: the folder of the model if it has a tokenizer,
             else ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K``, the architecture that HPSv2 starts from.
         dtype: Precision of the model.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
     """
 
     name = "hpsv2"
@@ -47,18 +49,27 @@ class HPSv2(ClipSimilarity):
         processor: str | None = None,
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
     ) -> None:
-        super().__init__(model, processor, dtype, batch_size)
+        super().__init__(model, processor, dtype, batch_size, differentiable)
         self.filename = filename
 
     def from_cosine(self, cosine: Tensor, logit_scale: Tensor) -> Tensor:
         """Turn cosine similarities [B] into scores [B]."""
         return cosine
 
+    def clean(self, text: str) -> str:
+        """Mend encodings and quotation marks and resolve HTML, as open_clip's tokenizer does and transformers' does not."""
+        import ftfy
+
+        return html.unescape(html.unescape(ftfy.fix_text(text))).strip().lower()
+
     def resolve_model(self) -> str:
         """The local folder, local file, or hub id of the model."""
-        path = resolve(self.model, f"{self.name} model")
-        return path if path.endswith(SUFFIXES) and Path(path).is_file() else super().resolve_model()
+        path = Path(resolve(self.model, f"{self.name} model"))
+        if path.is_dir() and self.filename is not None and (path / self.filename).is_file():
+            return str(path / self.filename)
+        return str(path) if path.suffix in SUFFIXES and path.is_file() else super().resolve_model()
 
     def _locate(self) -> str:
         path = self.resolve_model()
@@ -81,6 +92,7 @@ def load_open_clip(path: str) -> "CLIPModel":
     Raises:
         ValueError: If the tensors are not those of such a model.
     """
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from transformers import CLIPConfig, CLIPModel
 
     source = read_tensors(path)
@@ -110,12 +122,22 @@ def load_open_clip(path: str) -> "CLIPModel":
         }
     except KeyError as error:
         raise ValueError(f"{path} is no open_clip ViT checkpoint: it has no tensor {error}.") from error
+    except IndexError as error:
+        raise ValueError(f"{path} is no open_clip ViT checkpoint: a tensor has too few dimensions.") from error
+    if (embed, vision_width) in _OPENAI_SIZES or "input_resolution" in source:
+        raise ValueError(
+            f"{path} has the sizes or names of OpenAI's CLIP, which computes with quick GELU: "
+            "HPSv2 is a ViT-H-14, with plain GELU."
+        )
 
-    model = CLIPModel(
-        CLIPConfig(text_config={**text, **common}, vision_config={**vision, **common}, projection_dim=embed)
-    )
+    config = CLIPConfig(text_config={**text, **common}, vision_config={**vision, **common}, projection_dim=embed)
+    with init_empty_weights(include_buffers=False):
+        model = CLIPModel(config)
     load_strictly(model, from_open_clip(source), path, "a CLIP model of its own sizes")
     return model
+
+
+_OPENAI_SIZES = {(512, 768), (768, 1024)}  # widths of embedding and vision tower: ViT-B/32 and B/16, ViT-L/14
 
 
 def _heads(width: int) -> int:
@@ -161,7 +183,7 @@ def from_open_clip(source: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         prefix = f"{'vision_model' if block.group(1) else 'text_model'}.encoder.layers.{block.group(2)}."
         name = block.group(3)
-        if name.startswith("attn.in_proj_"):
+        if name.startswith("attn.in_proj_") and value.ndim and value.shape[0] % 3 == 0:
             kind = name.removeprefix("attn.in_proj_")
             for projection, part in zip("qkv", value.chunk(3), strict=True):
                 target[f"{prefix}self_attn.{projection}_proj.{kind}"] = part

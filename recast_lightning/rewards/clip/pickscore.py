@@ -17,6 +17,7 @@ class PickScore(ClipSimilarity):
             else ``laion/CLIP-ViT-H-14-laion2B-s32B-b79K``, which PickScore_v1 was trained with.
         dtype: Precision of the model.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass to the images; scores are then not exactly the published ones.
     """
 
     name = "pickscore"
@@ -32,8 +33,9 @@ class PickScore(ClipSimilarity):
         processor: str | None = None,
         dtype: DType = "float32",
         batch_size: int = 64,
+        differentiable: bool = False,
     ) -> None:
-        super().__init__(model, processor, dtype, batch_size)
+        super().__init__(model, processor, dtype, batch_size, differentiable)
 
     def from_cosine(self, cosine: Tensor, logit_scale: Tensor) -> Tensor:
         """Turn cosine similarities [B] into scores [B]."""

@@ -1,8 +1,9 @@
 """Bases of the rewards that look through CLIP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,10 +23,11 @@ class ClipReward(RewardModel):
             tokenizer, else `fallback_processor`.
         dtype: Precision of the model; embeddings come in float32.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass, see :mod:`~recast_lightning.rewards.preprocessing`. They always do
+            through Signboard's own judges, which were trained on float tensors.
         positive_map: See :meth:`RewardModel.positive`.
     """
 
-    differentiable = True
     fallback_processor: str | None = None
 
     def __init__(
@@ -34,14 +36,16 @@ class ClipReward(RewardModel):
         processor: str | None,
         dtype: DType,
         batch_size: int,
+        differentiable: bool,
         positive_map: PositiveMap | None = None,
     ) -> None:
         super().__init__(positive_map)
-        check_options(dtype, batch_size)
+        check_options(dtype, batch_size, differentiable)
         self.model = model
         self.processor = processor
         self.dtype = dtype
         self.batch_size = batch_size
+        self.differentiable = differentiable or model.startswith("signboard:")
 
     def validate(self) -> None:
         """Check, without loading anything, that paths and packages are there.
@@ -81,7 +85,7 @@ class ClipReward(RewardModel):
             self.dtype,
             self.batch_size,
             device=self._device,
-            fit=self._fit,
+            fit=partial(self._fit, exact=not self.differentiable),
             read=self._read,
             user=self.name,
         )
@@ -90,7 +94,7 @@ class ClipReward(RewardModel):
         """The path or hub id from which :meth:`_read` reads."""
         return self.resolve_model()
 
-    _fit = staticmethod(shortest_side_crop)
+    _fit: ClassVar[Callable[..., Tensor]] = staticmethod(shortest_side_crop)
     _read = staticmethod(read_clip)
 
 
@@ -102,17 +106,23 @@ class ClipSimilarity(ClipReward):
         processor: Where tokenizer and image statistics come from, see :class:`ClipReward`.
         dtype: Precision of the model; embeddings are compared in float32.
         batch_size: Images a forward pass.
+        differentiable: Whether gradients pass, see :class:`ClipReward`.
     """
 
     score_range = (-1.0, 1.0)
 
-    def __init__(self, model: str, processor: str | None, dtype: DType, batch_size: int) -> None:
-        super().__init__(model, processor, dtype, batch_size)
+    def __init__(self, model: str, processor: str | None, dtype: DType, batch_size: int, differentiable: bool) -> None:
+        super().__init__(model, processor, dtype, batch_size, differentiable)
 
     def score(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score images [B, 3, H, W] (float32 in [0, 1]) against their prompts; returns [B]."""
         clip: ClipBackbone = self.load().to(self._device)
-        return self.from_cosine(clip.cosine(images, [prompt.text for prompt in prompts]), clip.logit_scale())
+        texts = [self.clean(prompt.text) for prompt in prompts]
+        return self.from_cosine(clip.cosine(images, texts), clip.logit_scale())
+
+    def clean(self, text: str) -> str:
+        """What the tokenizer is to read of a prompt."""
+        return text
 
     def positive(self, scores: Tensor) -> Tensor:
         """Floor at 0, as CLIPScore does (Hessel et al. 2021, arXiv 2104.08718, Sec. 3): pictures below it are no match."""

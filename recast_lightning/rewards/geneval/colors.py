@@ -10,7 +10,7 @@ from recast_lightning.prompts.geneval_names import COLORS
 from recast_lightning.rewards.base import DType
 from recast_lightning.rewards.clip.backbone import ClipBackbone, shared_clip
 from recast_lightning.rewards.geneval.detection import Box
-from recast_lightning.rewards.preprocessing import fit_image
+from recast_lightning.rewards.preprocessing import shortest_side_crop_to_even
 
 _TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
 _GREY = 153 / 255  # what stands around the object
@@ -64,7 +64,7 @@ class ColorNamer:
         for axis in (-2, -1):
             surplus = max(0, crop.shape[axis] - longest)
             crop = crop.narrow(axis, surplus // 2, crop.shape[axis] - surplus)
-        return fit_image(crop[None], self.clip.image_size)
+        return shortest_side_crop_to_even(crop[None], self.clip.image_size)
 
     def _embed_colors(self, label: str) -> Tensor:
         """Unit-length embeddings [len(COLORS), D] of the colours of a class."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from recast_lightning.paths import reading
-from recast_lightning.rewards.checkpoints import check_fit
+from recast_lightning.rewards.checkpoints import check_fit, check_model_type, whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -128,15 +128,11 @@ def load_network(file: str, base: str, template: str, dtype: torch.dtype) -> HPS
         ValueError: If something is missing, or the tensors are not those of such a model.
     """
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from transformers import Qwen2VLModel
 
     config, tokenizer, image_processor = _load_base(base)
-    try:
-        opened = safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or no safetensors file: {error}.") from error
-    with opened as source:
+    with whole(file), safe_open(file, framework="pt") as source:
         keys = [key for key in source.keys() if key != "lm_head.weight"]  # noqa: SIM118
         names = {_rename(key): key for key in keys}
         if len(names) < len(keys):
@@ -171,6 +167,7 @@ def _load_base(base: str) -> tuple[Any, Any, Any]:
     """Configuration, tokenizer (with the reward token) and image processor."""
     from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil
 
+    check_model_type(base, "qwen2_vl", "HPSv3")
     with reading("HPSv3 found no configuration, tokenizer or image processor", base):
         config = Qwen2VLConfig.from_pretrained(base)
         tokenizer = AutoTokenizer.from_pretrained(base)

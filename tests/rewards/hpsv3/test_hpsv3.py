@@ -222,17 +222,20 @@ def test_rows_of_the_unresized_vocabulary_are_fine(tiny_hpsv3, sequential, tmp_p
 def test_damaged_files_and_bases_are_one_sentence(tiny_hpsv3, tmp_path, monkeypatch):
     folder, _ = tiny_hpsv3
     (tmp_path / "cut.safetensors").write_bytes((folder / "HPSv3.safetensors").read_bytes()[:5000])
-    with pytest.raises(ValueError, match=r"cut\.safetensors is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match=r"cut\.safetensors cannot be read as a file of weights, it may be damaged"):
         make(folder, tmp_path / "cut.safetensors").load()
     base = shutil.copytree(folder / "base", tmp_path / "base")
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
     with pytest.raises(ValueError, match="has no chat template with images: expected a Qwen2-VL Instruct model"):
         make(folder, base=str(base)).load()
+    (base / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match='holds a model of the type "bert": HPSv3 takes the type "qwen2_vl"'):
+        make(folder, base=str(base)).load()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True, raising=False)
     with pytest.raises(ValueError, match=r'hpsv3 found no file "HPSv3\.safetensors" in "nobody/nothing-here"'):
         make(folder, "nobody/nothing-here").load()
-    with pytest.raises(ValueError, match='found no configuration, tokenizer or image processor in "nobody/nothing-he'):
+    with pytest.raises(ValueError, match='HPSv3 found no model of the type "qwen2_vl" in "nobody/nothing-he'):
         make(folder, base="nobody/nothing-here").load()
 
 
