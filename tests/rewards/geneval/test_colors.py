@@ -58,7 +58,7 @@ def test_objects_are_cut_out_on_grey():
 @pytest.mark.parametrize(("side", "start"), [(9, 0), (10, 1), (11, 2), (12, 2), (13, 2), (15, 4)])
 def test_the_middle_is_rounded_as_in_geneval(side, start):
     """By torchvision's CenterCrop, and not one pixel before it, where transformers' CLIP looks."""
-    ramp = torch.linspace(0, 1, side).expand(3, 8, side)
+    ramp = (torch.arange(side) * 16 / 255).expand(3, 8, side)  # of 8 bits, as pictures are
     for image in (ramp, ramp.mT):
         clip, (height, width) = Palette(), image.shape[1:]
         ColorNamer(clip).name(image, torch.ones(1, height, width) > 0, [(0.0, 0.0, width, height)], ["cup"])
