@@ -43,13 +43,14 @@ def test_refreshing_measures_the_policy_anew_within_a_stage(run):
     assert json.loads((run / "stages/1-only/after.json").read_text())["network_calls"] == 20
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refreshes_when_the_straight_one_does(run, tmp_path):
     checkpoint = run / "checkpoints/step=3.ckpt"  # in the middle of rollout 1, W already built anew
     resumed = fit(tmp_path, "--ckpt_path", str(checkpoint), model__stages=ONE_STAGE, **options(refresh=1))
     assert_same_run(run, resumed)
 
 
-@pytest.mark.parametrize(("drift", "refreshed"), [(1e-9, True), (1e9, False)])
+@pytest.mark.parametrize(("drift", "refreshed"), [(1e-9, True), pytest.param(1e9, False, marks=pytest.mark.slow)])
 def test_drift_decides_whether_to_measure_anew(tmp_path, drift, refreshed):
     stages = [{**ONE_STAGE[0], "epochs": 2}]
     changes = options(drift=drift, drift_prompts=4, measure_after=False)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from recast_lightning.cli import main
 from recast_lightning.credit import CreditMatrix, Profile
+from recast_lightning.policy import Policy
 from recast_lightning.training.strategies import check_strategy
 
 STAGES = [{"name": "only", "epochs": 2, "budgets": {"clip": 1, "hpsv2": 2}}]
@@ -252,4 +253,4 @@ def test_strategies_that_cannot_train_are_refused_in_a_sentence(case, tmp_path, 
 def test_a_plain_trainer_refuses_them_too():
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(), logger=False)
     with pytest.raises(ValueError, match="tensor_parallel_size auto"):
-        check_strategy(trainer)
+        check_strategy(trainer, Policy())

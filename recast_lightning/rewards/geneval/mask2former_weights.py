@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recast_lightning.paths import reading
-from recast_lightning.rewards.checkpoints import check_fit, read_tensors
+from recast_lightning.rewards.checkpoints import check_fit, check_model_type, read_tensors, whole
 
 if TYPE_CHECKING:
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
@@ -109,7 +109,8 @@ def load_mask2former(path: str, num_labels: int) -> "Mask2FormerForUniversalSegm
 def _load_transformers(path: str) -> "Mask2FormerForUniversalSegmentation":
     from transformers import Mask2FormerForUniversalSegmentation
 
-    with reading("There is no Mask2Former", path):
+    check_model_type(path, "mask2former", "Mask2FormerDetector")
+    with whole(path), reading("There is no Mask2Former", path):
         model, info = Mask2FormerForUniversalSegmentation.from_pretrained(
             path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, weights_only=True
         )

@@ -130,6 +130,18 @@ def test_a_transformers_folder_must_be_whole(files, tmp_path, change, message):
         Mask2FormerDetector(str(tmp_path), clip=files.clip).load()
 
 
+def test_a_damaged_or_foreign_transformers_folder_is_one_sentence(files, tmp_path):
+    content = (files.root / "transformers/model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-1000])
+    config = (files.root / "transformers/config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="cannot be read as a file of weights, it may be damaged or incomplete"):
+        Mask2FormerDetector(str(tmp_path), clip=files.clip).load()
+    (tmp_path / "config.json").write_text(config.replace('"model_type": "mask2former"', '"model_type": "maskformer"'))
+    with pytest.raises(ValueError, match='of the type "maskformer": Mask2FormerDetector takes the type "mask2former"'):
+        Mask2FormerDetector(str(tmp_path), clip=files.clip).load()
+
+
 def test_other_files_are_refused(files, tmp_path):
     (tmp_path / "text.pth").write_text("no weights")
     with pytest.raises(ValueError, match=r"text\.pth cannot be read"):
