@@ -134,16 +134,12 @@ def test_two_killed_processes_end_the_same(doubles, tmp_path, strategy, point):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("point", ["within an accumulation", "in an evaluation"])
-def test_a_signal_to_one_of_two_processes_stops_both_at_one_place(straight, doubles, tmp_path, strategy, point):
+def test_a_signal_to_one_of_two_processes_stops_both_at_one_place(doubles, tmp_path, strategy, point):
     file = config(tmp_path, **DOUBLE, trainer__strategy=STRATEGIES[strategy])
     deadly = with_killer(file, *POINTS[point], number=signal.SIGTERM, rank=1)
     code, _, errors = finish(start("fit", "--config", str(deadly)))
     assert code == 128 + signal.SIGTERM, errors[-3000:]
-    again = resumed(file)
-    assert_same_run(doubles(strategy), again)
-    one, two = (torch.load(r / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for r in (straight, again))
-    for key in one:
-        torch.testing.assert_close(one[key], two[key], atol=1e-5, rtol=0)
+    assert_same_run(doubles(strategy), resumed(file))
 
 
 def test_resuming_starts_afresh_where_there_is_nothing_and_leaves_other_runs_alone(straight, tmp_path, capsys):
