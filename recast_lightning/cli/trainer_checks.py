@@ -110,12 +110,12 @@ def check_wandb(logger: WandbLogger) -> None:
     Raises:
         ValueError: saying where a key can be.
     """
+    if logger._offline or "WANDB_API_KEY" in os.environ:
+        return  # before wandb sets itself up, which would settle its mode before the logger says offline
     import wandb
 
     mode = logger._wandb_init.get("mode") or os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
-    if logger._offline or mode in ("offline", "dryrun", "disabled") or "WANDB_API_KEY" in os.environ:
-        return
-    if not wandb.login(prompt=False, verify=False):
+    if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
         raise ValueError(
             "WandbLogger logs at once, but W&B has no key: run `wandb login`, or set WANDB_API_KEY or offline: true."
         )

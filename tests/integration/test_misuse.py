@@ -295,6 +295,20 @@ def test_wandb_without_a_key_is_refused_unless_it_is_offline(tmp_path, monkeypat
         check_wandb(WandbLogger(save_dir=tmp_path))
     check_wandb(WandbLogger(save_dir=tmp_path, offline=True))
     check_wandb(WandbLogger(save_dir=tmp_path, mode="disabled"))
+
+
+def test_the_check_of_wandb_leaves_an_offline_run_offline(tmp_path, monkeypatch):
+    """Once wandb has set itself up, it takes no notice of the mode that an offline logger asks for as it starts."""
+
+    def settled(*arguments, **keywords):
+        raise AssertionError("wandb has settled its mode")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("wandb.setup", settled)
+    monkeypatch.setattr("wandb.login", settled)
+    check_wandb(WandbLogger(save_dir=tmp_path, offline=True))
+    with pytest.raises(AssertionError, match="settled"):
+        check_wandb(WandbLogger(save_dir=tmp_path))
     wandb.teardown()
 
 
