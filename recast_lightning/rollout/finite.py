@@ -6,7 +6,7 @@ Shape legend: B micro-batch, N images of this process, C H W latents.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ OnNonfinite = Literal["stop", "skip"]
 
 
 class _Note(NamedTuple):
-    where: Callable[[int], str]
+    where: Sequence[str]
     names: list[str]
     finite: Tensor  # [names, B]
 
@@ -39,11 +39,11 @@ class FiniteCheck:
         self._notes: list[_Note] = []
         self._said: set[str] = set()
 
-    def note(self, where: Callable[[int], str], tensors: Mapping[str, Tensor]) -> None:
+    def note(self, where: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Remember which rows of a micro-batch's tensors [B, ...] are finite; nothing waits for the device.
 
         Args:
-            where: says of a row where in the run it stands.
+            where: of each row, where in the run it stands, [B].
             tensors: name → tensor.
         """
         finite = torch.stack([finite_rows(t) for t in tensors.values()])
@@ -109,7 +109,7 @@ class FiniteCheck:
             bad = (~note.finite).nonzero().tolist()
             if bad:
                 name, row = bad[0]
-                return f"{note.where(row)}: NaN or inf in the {note.names[name]}"
+                return f"{note.where[row]}: NaN or inf in the {note.names[name]}"
         return ""
 
     def _tell(self, kind: str, what: str, stop: str, skip: str) -> None:

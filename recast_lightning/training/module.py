@@ -214,7 +214,7 @@ class RecastModule(L.LightningModule):
     def training_step(self, item: TrainItem, batch_idx: int) -> Tensor:
         """The objective of one micro-batch, each image at a level of its own."""
         loss, logged, checked = item_loss(self.policy, self.objective, item)
-        self.finite.note(item.where, checked)
+        self.finite.note([item.where(row) for row in range(len(item.texts))], checked)
         self.run_state.step_means.add(**logged)
         return loss
 

@@ -1,9 +1,11 @@
 """How scores become r and r a loss: failures are left out exactly, and credit differs by level."""
 
 import copy
+import gc
 import signal
 import threading
 import warnings
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -178,6 +180,19 @@ def test_the_loss_of_a_micro_batch_is_the_mean_over_its_images_at_their_own_leve
               for i in range(2)]  # fmt: skip
     losses = [module.training_step(item, 0) for item in (both, *single)]
     torch.testing.assert_close(losses[0], (losses[1] + losses[2]) / 2)
+
+
+def test_a_micro_batch_is_let_go_before_the_optimizer_steps(policy):
+    """Thousands may be accumulated, and their latents and noise are on the GPU."""
+    module = RecastModule(policy, {"ocr": OCR(detect=False)}, [Stage("s", 1, {"ocr": 1.0})])
+    noise = torch.randn(1, *policy.latent_shape)
+    item = TrainItem(noise.clone(), noise, torch.tensor([1]), ["a sign"], torch.tensor([0.7]))
+    module.training_step(item, 0).backward()
+    policy.zero_grad()
+    kept = [weakref.ref(tensor) for tensor in (item.latents, item.noise)]
+    del item, noise
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
 
 
 def drawn_levels(size, num_levels, share, rollout, batch):
