@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from importlib.metadata import version
 from typing import Any
 
@@ -82,6 +82,7 @@ def prompts_by_content(prompts: Sequence[Prompt]) -> str:
     return f"{len(prompts)} ({content_hash(rows.encode())})"
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of the packages that shape numbers."""
     return {name: version(name) for name in PACKAGES}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from recast_lightning.checkpointing.settings import prompts_by_content
 from recast_lightning.evaluation.batches import EvaluationBatches
 from recast_lightning.prompts.prompt import Prompt
 from recast_lightning.prompts.readers import read_prompts
@@ -95,6 +97,11 @@ class PromptDataModule(L.LightningDataModule):
                 f"prompts_per_rollout is {self.prompts_per_rollout}, but {self.sources['train']!r} has only "
                 f"{len(self.prompts['train'])} prompts."
             )
+
+    @cached_property
+    def contents(self) -> dict[str, str]:
+        """`train` and `validation` prompts by content, hashed once: every checkpoint tells them."""
+        return {name: prompts_by_content(self.prompts[name]) for name in ("train", "validation")}
 
     def rollout_prompts(self, rollout: int, seed: int) -> list[int]:
         """Indices of the training prompts of a rollout: the next ones of an endless, shuffled pass over the source."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from recast_lightning.checkpointing.settings import describe, prompts_by_content, read_settings, versions
+from recast_lightning.checkpointing.settings import describe, read_settings, versions
 
 
 @runtime_checkable
@@ -21,8 +21,8 @@ def settings_of(module: Any) -> dict[str, Any]:
     derived = {
         "rewards": {name: describe(reward) for name, reward in module.rewards.items()},
         "stages": {stage.name: describe(stage) for stage in module.credit.stages},
-        "training prompts": prompts_by_content(data.prompts["train"]),
-        "evaluation prompts": prompts_by_content(data.prompts["validation"]),
+        "training prompts": data.contents["train"],
+        "evaluation prompts": data.contents["validation"],
         "data.train": data.sources["train"],
         "data.validation": data.sources["validation"],
         "model.on_nonfinite": module.finite.action,
