@@ -76,8 +76,8 @@ def continue_records(
             bring: Any = shutil.move if source == run else shutil.copytree if path.is_dir() else shutil.copy2
             if path.exists():
                 bring(str(path), str(aside / path.name))
-    for name in LINES[anew:]:
-        if (source / name).is_file():
+    for name in LINES:
+        if (source / name).is_file() and not (anew and name == EVALUATIONS):
             write_atomically(run / name, "".join(_lines(source / name)[: counts[name]]).encode())
     folders = (*(() if anew else source.glob("images/*")), *source.glob("stages/*"))
     for folder in folders if source != run else ():

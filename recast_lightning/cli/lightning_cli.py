@@ -134,7 +134,6 @@ class RecastCLI(LightningCLI):
             if name in groups_of(RecastModule) and not isinstance(value, Namespace):
                 fail(f"model.{name}: expected a mapping of options, got {value!r}.")
         strategy = config.trainer.strategy
-        self.accept_changes = bool(config.get("accept_changes"))
         with configuring():
             check_strategy_name(strategy if isinstance(strategy, str) else strategy.class_path)
             check_trainer(config.trainer)
@@ -186,21 +185,22 @@ class RecastCLI(LightningCLI):
 
     def _check(self) -> None:
         """Check what was built, all parts together; `doctor` finds all faults, not the first."""
-        checkpoint = self.config[self.subcommand].get("ckpt_path") if self.subcommand else None
+        config: Any = self.config[self.subcommand] if self.subcommand else {}
+        checkpoint = config.get("ckpt_path")
         if checkpoint is not None and not Path(checkpoint).is_file():
             raise ValueError(f"ckpt_path {checkpoint!r} does not exist: give a run's checkpoints/last.ckpt.")
         if checkpoint is not None:
             check_checkpoint(checkpoint, self.model.policy, training=self.subcommand == "fit")
         if self.subcommand == "doctor":
             return
-        self.model.accept_changes = self.accept_changes
+        self.model.accept_changes = bool(config.get("accept_changes"))
         check_strategy(self.trainer, self.model.policy)
         self.model.validate_config(self.datamodule, self.trainer.world_size)
         items = self.model.items_per_rollout(self.datamodule, self.trainer.world_size)
         check_run(self.trainer, items if self.subcommand == "fit" else 0)
         profilers = self._callbacks(RenyiProfilerCallback)
         if self.subcommand == "profile" and profilers:
-            named = self.config[self.subcommand].rewards or budgeted(self.model)
+            named = config.rewards or budgeted(self.model)
             profilers[0].validate_measurement(self.model, self.datamodule, named)
         for profiler in profilers if self.subcommand == "fit" else ():
             profiler.validate_config(self.model, self.datamodule)

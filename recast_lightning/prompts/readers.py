@@ -50,7 +50,8 @@ def _parse_json(line: str, where: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from error
     try:
-        json.dumps(item, ensure_ascii=False).encode()
+        if "\\ud" in line.lower():  # only so can half of a character come in
+            json.dumps(item, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
         raise ValueError(

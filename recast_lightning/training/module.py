@@ -287,12 +287,11 @@ class RecastModule(L.LightningModule):
         Raises:
             UserError: if the checkpoint does not belong to this model, rollout or stage.
         """
-        settings, path = None, str(self.trainer.ckpt_path)
-        if self.trainer.state.fn == "fit":
-            settings = settings_of(self)
+        settings = settings_of(self) if self.trainer.state.fn == "fit" else None
+        if settings is not None:
             self.trainer.num_sanity_val_steps = 0  # it evaluates the base, and this is no longer the base
-        mine = (self.state_dict(), self.policy, settings, self.accept_changes)
-        self.resumed = restore(self.run_state, checkpoint, path, *mine)
+        path, own = str(self.trainer.ckpt_path), self.state_dict()
+        self.resumed = restore(self.run_state, checkpoint, path, own, self.policy, settings, self.accept_changes)
 
     def on_train_start(self) -> None:
         """The configuration's learning rate holds over a checkpoint's."""

@@ -74,7 +74,7 @@ def load_blip_scorer(path: str, dtype: torch.dtype) -> BlipScorer:
     Raises:
         ValueError: If the tensors are not those of such a model.
     """
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
 
     source = read_tensors(path)
     try:

@@ -92,7 +92,7 @@ def load_open_clip(path: str) -> "CLIPModel":
     Raises:
         ValueError: If the tensors are not those of such a model.
     """
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from transformers import CLIPConfig, CLIPModel
 
     source = read_tensors(path)

@@ -127,7 +127,7 @@ def load_network(file: str, base: str, template: str, dtype: torch.dtype) -> HPS
     Raises:
         ValueError: If something is missing, or the tensors are not those of such a model.
     """
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from safetensors import safe_open
     from transformers import Qwen2VLModel
 
